@@ -1,0 +1,92 @@
+# gemma4.c: `make` builds ./gemma4, libgemma4.a and libgemma4.so; `make run`, `make test`, `make test-all`, `make install`.
+#
+# Settings, each to be given on the command line (make CC=clang OPENMP=0). A changed setting rebuilds what depends on it.
+
+CC      = cc
+OPT     = -O3
+# The bits do not depend on it, the speed does. Empty for a build that is to run on other processors.
+ARCH    = $(if $(filter yes,$(call try,-march=native)),-march=native)
+# 1 or 0: threads. By default what the compiler can link (Apple's clang cannot).
+OPENMP  = $(if $(filter yes,$(call try,-fopenmp)),1,0)
+# 1: address and undefined-behaviour sanitizers
+SAN     = 0
+WERROR  = -Werror
+PREFIX  = /usr/local
+DESTDIR =
+# Test data that is not part of the project; what needs it is skipped, aloud, when it is not there.
+SHARED  = ../shared
+PYTHON  = python3
+
+# ------------------------------------------------------------------------------------------------------------------------
+
+VERSION := $(shell sed -n 's/^\#define G4_VERSION "\(.*\)"/\1/p' gemma4.h)
+try      = $(shell echo 'int main(void){return 0;}' | $(CC) $(1) -x c - -o /dev/null 2>/dev/null && echo yes)
+ARCH    := $(ARCH)
+OPENMP  := $(OPENMP)
+SYSTEM  := $(shell $(CC) -dumpmachine)
+EXE     := $(if $(findstring mingw,$(SYSTEM)),.exe)
+SO      := $(if $(findstring mingw,$(SYSTEM)),.dll,$(if $(findstring darwin,$(SYSTEM)),.dylib,.so))
+B        = build
+# Where the program and the libraries go: nothing, or a folder with its slash.
+OUT      =
+
+# -std=gnu11: gcc for s390x evaluates float in double under -std=c11. -ffp-contract=off: one rounding per operation.
+CFLAGS_ALL = -std=gnu11 $(if $(filter 1,$(SAN)),-O1 -g -fsanitize=address$(comma)undefined -fno-sanitize-recover=all,$(OPT)) $(ARCH) \
+    -ffp-contract=off $(if $(findstring mingw,$(SYSTEM)),,-fPIC) -fvisibility=hidden $(if $(filter 1,$(OPENMP)),-fopenmp,-Wno-unknown-pragmas) \
+    -Wall -Wextra -Wshadow -Wstrict-prototypes $(WERROR) -I. $(CFLAGS)
+LIBS  = -lm
+comma = ,
+
+CORE  = gemma4 checkpoint tokenizer sampler
+CLI   = main tracefile
+TESTS = $(patsubst test/%.c,%,$(wildcard test/test_*.c))
+
+all: $(OUT)gemma4$(EXE) $(OUT)libgemma4.a $(OUT)libgemma4$(SO)
+
+# Objects depend on the settings they were made with.
+$(B)/settings: FORCE
+	@mkdir -p $(B)
+	@echo '$(CC) $(CFLAGS_ALL) $(PREFIX)' | cmp -s - $@ || echo '$(CC) $(CFLAGS_ALL) $(PREFIX)' > $@
+FORCE:
+
+$(B)/%.o: %.c $(B)/settings
+	$(CC) $(CFLAGS_ALL) -MMD -MP -DG4_MODEL_DIR='"$(PREFIX)/share/gemma4/austen"' -c $< -o $@
+$(B)/%.o: test/%.c $(B)/settings
+	$(CC) $(CFLAGS_ALL) -MMD -MP -c $< -o $@
+-include $(wildcard $(B)/*.d)
+
+$(OUT)libgemma4.a: $(CORE:%=$(B)/%.o)
+	rm -f $@
+	$(AR) rcs $@ $^
+$(OUT)libgemma4$(SO): $(CORE:%=$(B)/%.o)
+	$(CC) $(CFLAGS_ALL) -shared $^ $(LIBS) -o $@
+$(OUT)gemma4$(EXE): $(CLI:%=$(B)/%.o) $(OUT)libgemma4.a
+	$(CC) $(CFLAGS_ALL) $^ $(LIBS) $(LDFLAGS) -o $@
+$(B)/test_%$(EXE): $(B)/test_%.o $(B)/tracefile.o $(OUT)libgemma4.a
+	$(CC) $(CFLAGS_ALL) $^ $(LIBS) $(LDFLAGS) -o $@
+
+run: all
+	./gemma4 run -p "It is a truth universally acknowledged, that" -n 160
+
+# Quick: a C compiler, no network, under a minute.
+test: all $(TESTS:%=$(B)/%$(EXE))
+	@SHARED='$(wildcard $(SHARED))' sh test/run.sh $(OUT)gemma4$(EXE) $(TESTS:%=$(B)/%$(EXE))
+
+# Everything: also with sanitizers, and against transformers and tokenizers (installs reference/requirements.txt into build/venv).
+test-all: test slow-test
+slow-test: all $(TESTS:%=$(B)/%$(EXE))
+	@SHARED='$(wildcard $(SHARED))' CC='$(CC)' PYTHON='$(PYTHON)' sh test/all.sh
+
+install: all
+	mkdir -p $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/lib/pkgconfig $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/share/gemma4
+	cp gemma4$(EXE) $(DESTDIR)$(PREFIX)/bin/
+	cp libgemma4.a libgemma4$(SO) $(DESTDIR)$(PREFIX)/lib/
+	cp gemma4.h $(DESTDIR)$(PREFIX)/include/
+	cp -r models/austen $(DESTDIR)$(PREFIX)/share/gemma4/
+	printf 'prefix=%s\nlibdir=$${prefix}/lib\nincludedir=$${prefix}/include\n\nName: gemma4\nDescription: Gemma 4 text models in plain C\nVersion: %s\nLibs: -L$${libdir} -lgemma4\nLibs.private: -lm%s\nCflags: -I$${includedir}\n' \
+	    '$(PREFIX)' '$(VERSION)' '$(if $(filter 1,$(OPENMP)), -fopenmp)' > $(DESTDIR)$(PREFIX)/lib/pkgconfig/gemma4.pc
+
+clean:
+	rm -rf $(B) $(OUT)gemma4$(EXE) $(OUT)libgemma4.a $(OUT)libgemma4$(SO)
+
+.PHONY: all run test test-all slow-test install clean FORCE

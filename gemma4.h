@@ -1,0 +1,453 @@
+/* gemma4.h - Gemma 4 text models in plain C: the whole interface.
+ *
+ * Read first: the letters below, then part 1 (what a program needs: open a model, make a state, forward rows, tokenize,
+ * sample). Part 2 is for the project's own files: the model's struct with the name of every tensor, and the table of
+ * operations that a backend fills. What is computed, and why, is in gemma4.c.
+ *
+ * It is not a framework: no graph, no autograd, no other architecture, no vision or audio.
+ *
+ *     g4_error err;
+ *     g4_model *m = g4_open("models/austen", NULL, &err);
+ *     g4_state *s = m ? g4_state_open(m, NULL, &err) : NULL;
+ *     float *logits = malloc(sizeof *logits * g4_get_config(m)->vocab_size);
+ *     g4_row row = {.token = 2, .seq = 0, .pos = 0, .want_logits = 1};
+ *     if (!s || g4_forward(s, &row, 1, logits, &err)) fprintf(stderr, "%s\n", err.text);
+ *
+ * Letters, here and everywhere:
+ *     T  rows (tokens) of one call          W  sliding_window
+ *     D  hidden_size                        V  vocab_size
+ *     L  num_hidden_layers                  P  hidden_size_per_layer_input
+ *     H  num_attention_heads                E  num_experts
+ *     G  num_key_value_heads of a layer     K  top_k_experts
+ *     dh head_dim of a layer                Fe moe_intermediate_size
+ *     F  intermediate_size of a layer       R  rows of a layer's K/V cache
+ * [T][H][dh] is row-major, the last index fastest. A weight [out][in] gives y[o] = sum_i W[o][i] x[i]. There is no bias.
+ */
+#ifndef GEMMA4_H
+#define GEMMA4_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define G4_VERSION "0.1.0"
+
+#if defined(_WIN32) || !defined(__GNUC__)
+#define G4_API
+#else
+#define G4_API __attribute__((visibility("default")))
+#endif
+
+#ifdef G4_EXACT_FLOAT
+/* For the files whose float arithmetic must give the same bits everywhere: no a * b + c in one rounding, whatever flags the file is
+ * built with (gcc ignores the standard pragma), and no wider intermediate results. g4_open checks that the compiler obeyed. */
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
+#elif defined(_MSC_VER)
+#pragma fp_contract(off)
+#endif
+#ifdef __FLT_EVAL_METHOD__
+_Static_assert(__FLT_EVAL_METHOD__ == 0, "float must be evaluated as float: on 32-bit x86 build with -msse2 -mfpmath=sse");
+#endif
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- Part 1: for programs ---------------------------------------------------------------------------------------------
+ *
+ * No function prints, exits or keeps state of its own. One that can fail returns 0 or a pointer when it succeeds, and -1 or
+ * NULL with err->text filled when it does not; nothing that it was given is changed then. Two models may be open at once; a model is read-only after g4_open, so any
+ * number of threads may use it, each with a state of its own.
+ */
+
+typedef struct g4_model g4_model;         /* weights and config; from g4_open */
+typedef struct g4_state g4_state;         /* caches and scratch of some sequences; from g4_state_open */
+typedef struct g4_tokenizer g4_tokenizer; /* from g4_tokenizer_open */
+
+/* One line without newline: what is wrong, where, what was expected and found, what to do. */
+typedef struct g4_error {
+    char text[1024];
+} g4_error;
+
+typedef enum g4_precision {
+    G4_F32, /* activations in float32: the oracle's arithmetic */
+    G4_BF16 /* rounds to bfloat16 where transformers with dtype=bfloat16 does; sums stay float32 */
+} g4_precision;
+
+typedef struct g4_options {
+    const char *backend;                          /* NULL: the fastest exact one that can run here */
+    int no_mmap;                                  /* read the files into memory instead of mapping them */
+    void (*warn)(void *user, const char *text);   /* one line each; NULL: warnings are dropped */
+    void *user;
+} g4_options;
+
+/* Opens a directory in Hugging Face layout (config.json and *.safetensors). options may be NULL (all zero). */
+G4_API g4_model *g4_open(const char *path, const g4_options *options, g4_error *err);
+G4_API void g4_close(g4_model *model); /* NULL is fine; close its states first */
+
+typedef enum g4_layer_type { G4_SLIDING_ATTENTION, G4_FULL_ATTENTION } g4_layer_type;
+
+typedef struct g4_layer_config {
+    g4_layer_type type;        /* layer_types[i] */
+    int head_dim;              /* dh */
+    int num_key_value_heads;   /* G */
+    int intermediate_size;     /* F, doubled already where use_double_wide_mlp applies */
+    int kv_layer;              /* the layer whose K/V this one reads: itself, or its donor */
+} g4_layer_config;
+
+typedef struct g4_rope_config {
+    double theta;                 /* rope_theta */
+    double factor;                /* divides inv_freq */
+    int proportional;             /* rope_type: 0 default, 1 proportional */
+    double partial_rotary_factor; /* used by proportional only */
+} g4_rope_config;
+
+/* config.json, every default filled in, spelled as transformers spells it. */
+typedef struct g4_config {
+    char model_type[32];
+    int vocab_size, vocab_size_per_layer_input, hidden_size, num_hidden_layers, num_attention_heads;
+    int hidden_size_per_layer_input;      /* P; 0: no per-layer inputs */
+    int sliding_window, max_position_embeddings;
+    int num_kv_shared_layers;
+    int attention_k_eq_v, use_double_wide_mlp, tie_word_embeddings;
+    int num_experts, top_k_experts, moe_intermediate_size; /* 0: no MoE */
+    float rms_norm_eps;
+    float final_logit_softcapping;        /* 0: none */
+    g4_rope_config rope[2];               /* by g4_layer_type */
+    g4_layer_config *layers;              /* [L] */
+    int32_t eos_token_id[16];             /* stop ids: generation_config.json, else config.json */
+    int n_eos;
+    int32_t suppress_tokens[64];          /* generation_config.json; a sampler never picks them */
+    int n_suppress;
+    int do_sample, top_k;                 /* generation_config.json; do_sample 1, top_k 64, top_p 0.95, temperature 1 when absent */
+    float temperature, top_p;
+} g4_config;
+
+/* Valid as long as the model is. */
+G4_API const g4_config *g4_get_config(const g4_model *model);
+
+typedef struct g4_state_options {
+    int ctx;                /* positions per sequence; 0: min(max_position_embeddings, 4096) */
+    int chunk;              /* rows computed at once, at most; 0: 128 */
+    int n_seqs;             /* sequences, numbered from 0; 0: 1 */
+    int threads;            /* 0: one per available processor; without OpenMP always 1 */
+    g4_precision precision;
+} g4_state_options;
+
+/* options may be NULL. Allocates all that the state will ever need. */
+G4_API g4_state *g4_state_open(const g4_model *model, const g4_state_options *options, g4_error *err);
+G4_API void g4_state_close(g4_state *state);
+/* Bytes that g4_state_open would allocate, caches and scratch: exact. kv_bytes (may be NULL) gets the caches' part. 0: would not fit size_t. */
+G4_API size_t g4_state_bytes(const g4_model *model, const g4_state_options *options, size_t *kv_bytes);
+G4_API const g4_state_options *g4_state_get_options(const g4_state *state); /* with the defaults filled in */
+
+typedef struct g4_row {
+    int32_t token;      /* 0 .. vocab_size - 1 */
+    int32_t seq;        /* 0 .. n_seqs - 1 */
+    int32_t pos;        /* the sequence's length, plus its rows before this one in the same call */
+    int32_t want_logits;
+} g4_row;
+
+/* Appends T >= 1 rows to their sequences. logits [number of rows that want them][V], in the order of the rows; NULL if none does.
+ * Any T is fine: the work is cut into chunks. The bits do not depend on how rows are spread over calls, chunks, sequences or threads. */
+G4_API int g4_forward(g4_state *state, const g4_row *rows, int T, float *logits, g4_error *err);
+G4_API int g4_length(const g4_state *state, int seq); /* tokens held; -1 if there is no such sequence */
+
+/* Forgets all tokens of a sequence from position `length` on. Fails when the sliding layers' rings no longer hold what the next
+ * token at that position would see; 0 always works. */
+G4_API int g4_truncate(g4_state *state, int seq, int length, g4_error *err);
+
+/* Called for each intermediate tensor, in the order of the forward pass, once per chunk. data [shape[0]]...[shape[rank-1]] is valid during
+ * the call; shape[0] is the number of rows. Ask for the logits of all rows, or the last layers show only the rows asked for.
+ * Names are those of `gemma4 trace`: embeddings, per_layer_inputs, layers.N.q, ..., layers.N.output, norm, logits. */
+typedef void g4_trace_fn(void *user, const char *name, const float *data, int rank, const int64_t *shape);
+G4_API void g4_set_trace(g4_state *state, g4_trace_fn *fn, void *user); /* fn NULL: off */
+
+/* Names of the backends compiled in, i = 0, 1, ...; NULL after the last. *why is "" if it can run here, else the reason. */
+G4_API const char *g4_backend_name(int i, const char **why);
+G4_API const char *g4_model_backend(const g4_model *model);
+
+/* -- tokenizer (tokenizer.c) -- */
+
+/* Opens tokenizer.json: the file itself, or in a directory. Reads nothing else. */
+G4_API g4_tokenizer *g4_tokenizer_open(const char *path, g4_error *err);
+G4_API void g4_tokenizer_close(g4_tokenizer *tok);
+
+enum { G4_PLAIN_TEXT = 1 /* text that looks like a special token is ordinary text */ };
+
+/* text [n] bytes, any content, NUL included; no BOS is added. *ids is malloc'd, free it with g4_free. Bytes that are not UTF-8 become U+FFFD each. */
+G4_API int g4_encode(const g4_tokenizer *tok, const char *text, size_t n, int flags, int32_t **ids, size_t *n_ids, g4_error *err);
+
+enum { G4_SKIP_SPECIAL = 1 /* leave special tokens out */ };
+
+/* Incremental decoding. g4_decode_push appends what is certain so far to an internal buffer and gives the new bytes (valid
+ * until the next call with this decoder); they are always whole UTF-8 characters. g4_decode_end gives what was held back. */
+typedef struct g4_decoder g4_decoder;
+G4_API g4_decoder *g4_decoder_open(const g4_tokenizer *tok, int flags, g4_error *err);
+G4_API void g4_decoder_close(g4_decoder *d);
+G4_API int g4_decode_push(g4_decoder *d, int32_t id, const char **text, size_t *n, g4_error *err);
+G4_API int g4_decode_end(g4_decoder *d, const char **text, size_t *n, g4_error *err);
+
+G4_API int32_t g4_token_id(const g4_tokenizer *tok, const char *piece);           /* exact vocabulary entry; -1: none */
+G4_API const char *g4_token_piece(const g4_tokenizer *tok, int32_t id, size_t *n); /* NULL: no such id */
+G4_API int g4_token_is_special(const g4_tokenizer *tok, int32_t id);
+G4_API int g4_tokenizer_size(const g4_tokenizer *tok);                            /* highest id + 1 */
+G4_API void g4_free(void *p);
+
+/* -- sampler (sampler.c) -- */
+
+typedef struct g4_sampling {
+    float temperature;    /* 0 (or below 1e-5): greedy, ties to the lowest id */
+    int top_k;            /* 0: off */
+    float top_p, min_p;   /* 1: off; 0: off */
+    float repeat_penalty; /* 1: off; as transformers' repetition_penalty, over all of history */
+    uint64_t seed;
+} g4_sampling;
+
+/* Chooses the next token from logits [V] (changed in place), or -1 with err filled (NaN, nothing left). history [n] are the ids so far; the draw
+ * depends on seed and n alone, so a seed gives one text on every machine. suppress [n_suppress] are never chosen. */
+G4_API int32_t g4_sample(const g4_sampling *how, float *logits, int V, const int32_t *history, size_t n, const int32_t *suppress, int n_suppress, g4_error *err);
+
+/* ---- Part 2: for the project's own files, and for backends --------------------------------------------------------------- */
+
+typedef enum g4_dtype { G4_TYPE_F32, G4_TYPE_F16, G4_TYPE_BF16, G4_N_TYPES } g4_dtype;
+
+/* A weight as it lies in the file: little-endian on every host, not necessarily aligned. A 3-D one is [E * out][in]. */
+typedef struct g4_tensor {
+    const void *data; /* an address in the backend's memory; NULL: this model has no such tensor */
+    g4_dtype type;
+    int64_t rows, cols; /* [out][in]; a vector is [1][n] */
+    const char *name;   /* as in the file, prefix included; owned by the model */
+} g4_tensor;
+
+typedef struct g4_layer {
+    g4_tensor input_layernorm;            /* layers.N.input_layernorm.weight [D] */
+    g4_tensor q_proj;                     /* layers.N.self_attn.q_proj.weight [H*dh][D] */
+    g4_tensor k_proj, v_proj;             /* layers.N.self_attn.{k,v}_proj.weight [G*dh][D]; none on layers that share K/V; no v_proj where K = V */
+    g4_tensor o_proj;                     /* layers.N.self_attn.o_proj.weight [D][H*dh] */
+    g4_tensor q_norm, k_norm;             /* layers.N.self_attn.{q,k}_norm.weight [dh] */
+    g4_tensor post_attention_layernorm;   /* layers.N.post_attention_layernorm.weight [D] */
+    g4_tensor pre_feedforward_layernorm;  /* layers.N.pre_feedforward_layernorm.weight [D] */
+    g4_tensor gate_proj, up_proj;         /* layers.N.mlp.{gate,up}_proj.weight [F][D] */
+    g4_tensor down_proj;                  /* layers.N.mlp.down_proj.weight [D][F] */
+    g4_tensor post_feedforward_layernorm; /* layers.N.post_feedforward_layernorm.weight [D] */
+    /* MoE */
+    g4_tensor router_proj;                /* layers.N.router.proj.weight [E][D] */
+    g4_tensor router_scale;               /* layers.N.router.scale [D] */
+    g4_tensor per_expert_scale;           /* layers.N.router.per_expert_scale [E] */
+    g4_tensor experts_gate_up_proj;       /* layers.N.experts.gate_up_proj [E][2*Fe][D]: rows 0..Fe-1 gate, Fe..2Fe-1 up */
+    g4_tensor experts_down_proj;          /* layers.N.experts.down_proj [E][D][Fe] */
+    g4_tensor post_feedforward_layernorm_1, pre_feedforward_layernorm_2, post_feedforward_layernorm_2; /* layers.N.NAME.weight [D] */
+    /* P > 0 */
+    g4_tensor per_layer_input_gate;       /* layers.N.per_layer_input_gate.weight [P][D] */
+    g4_tensor per_layer_projection;       /* layers.N.per_layer_projection.weight [D][P] */
+    g4_tensor post_per_layer_input_norm;  /* layers.N.post_per_layer_input_norm.weight [D] */
+    g4_tensor layer_scalar;               /* layers.N.layer_scalar [1] */
+} g4_layer;
+
+typedef struct g4_backend g4_backend;
+typedef struct g4_checkpoint g4_checkpoint; /* the mapped files; checkpoint.c */
+
+struct g4_model {
+    g4_config config;
+    g4_tensor embed_tokens;               /* embed_tokens.weight [V][D] */
+    g4_tensor embed_tokens_per_layer;     /* embed_tokens_per_layer.weight [V_ple][L*P] */
+    g4_tensor per_layer_model_projection; /* per_layer_model_projection.weight [L*P][D] */
+    g4_tensor per_layer_projection_norm;  /* per_layer_projection_norm.weight [P] */
+    g4_tensor norm;                       /* norm.weight [D] */
+    g4_tensor lm_head;                    /* lm_head.weight [V][D], or embed_tokens again */
+    g4_layer *layers;                     /* [L] */
+    const g4_backend *backend;            /* with the entries that it inherits filled in; owned by the model */
+    float *inv_freq[2];                   /* by g4_layer_type, [dh/2], in the backend's memory */
+    g4_checkpoint *checkpoint;
+};
+
+/* -- checkpoint.c -- */
+
+/* Fills config, every weight and checkpoint of a zeroed model; on failure the caller still calls g4_checkpoint_close. */
+int g4_checkpoint_open(g4_model *model, const char *path, const g4_options *options, g4_error *err);
+void g4_checkpoint_close(g4_model *model); /* frees config.layers and layers too */
+/* For `info`: bytes of all files, and the tensors of the file that are not read; i = 0, 1, ...; NULL after the last. */
+size_t g4_checkpoint_bytes(const g4_model *model);
+const char *g4_checkpoint_ignored(const g4_model *model, int i);
+
+/* A file in memory, mapped where the system can, else read. data [size]; size 0 gives a non-NULL data. */
+typedef struct g4_file {
+    const unsigned char *data;
+    size_t size;
+    int mapped;
+} g4_file;
+int g4_file_open(g4_file *f, const char *path, int no_mmap, g4_error *err);
+void g4_file_close(g4_file *f);
+
+/* safetensors, for checkpoints and for trace files. Tensors cover the data section exactly; anything else is an error. */
+typedef struct g4_st_tensor {
+    const char *name;  /* NUL-terminated; a name that holds NUL is refused */
+    char dtype[8];     /* "F32", "BF16", "I32", ... */
+    int rank;          /* 0 .. 8 */
+    int64_t shape[8];
+    const unsigned char *data; /* little-endian, not aligned */
+    size_t bytes;
+} g4_st_tensor;
+typedef struct g4_safetensors {
+    g4_file file;
+    g4_st_tensor *tensors; /* [n], in the order of the header */
+    int n;
+    char *names;           /* storage of the names */
+} g4_safetensors;
+int g4_safetensors_open(g4_safetensors *st, const char *path, int no_mmap, g4_error *err);
+void g4_safetensors_close(g4_safetensors *st);
+const g4_st_tensor *g4_safetensors_find(const g4_safetensors *st, const char *name);
+
+/* JSON: a whole text parsed into an array of nodes. Node 0 is the root. Children of an array or object are linked by `next`
+ * in the order of the text; a member's value node carries its key. Strings are unescaped UTF-8, counted, and NUL-terminated after the count. */
+typedef enum g4_json_kind { G4_JSON_NULL, G4_JSON_FALSE, G4_JSON_TRUE, G4_JSON_NUMBER, G4_JSON_STRING, G4_JSON_ARRAY, G4_JSON_OBJECT } g4_json_kind;
+typedef struct g4_json_node {
+    uint8_t kind;        /* g4_json_kind */
+    uint32_t next;       /* the next sibling; 0: none */
+    uint32_t first;      /* array, object: first child, 0: none. string, number: offset of its text in `text` */
+    uint32_t size;       /* array, object: children. string, number: bytes */
+    uint32_t key;        /* offset of the member's key in `text`; only inside an object */
+    uint32_t key_size;
+} g4_json_node;
+typedef struct g4_json {
+    g4_json_node *nodes;
+    char *text;          /* unescaped strings and number texts, each NUL-terminated */
+    uint32_t n_nodes;
+} g4_json;
+/* `what` names the text in messages, which give line and column. Strict JSON: no comments, no trailing commas, no duplicate keys, valid UTF-8, paired
+ * surrogates, nesting up to 64 deep, at most 1 GiB. */
+int g4_json_parse(g4_json *j, const char *text, size_t n, const char *what, g4_error *err);
+void g4_json_free(g4_json *j);
+uint32_t g4_json_get(const g4_json *j, uint32_t object, const char *key); /* the member's node, 0: none (or not an object) */
+/* 0 if the node is a number that is an integer in range (1e3 is, 1.5 is not), else -1. */
+int g4_json_int(const g4_json *j, uint32_t node, int64_t *value);
+int g4_json_double(const g4_json *j, uint32_t node, double *value); /* correctly rounded, whatever the locale */
+static inline const char *g4_json_string(const g4_json *j, uint32_t node) { return j->text + j->nodes[node].first; }
+
+/* -- gemma4.c -- */
+
+int g4_fail(g4_error *err, const char *format, ...) /* fills err (which may be NULL) and returns -1 */
+#ifdef __GNUC__
+    __attribute__((format(printf, 2, 3)))
+#endif
+    ;
+
+/* Elementwise functions, the same bits everywhere; errors in ulp stand beside them in gemma4.c. */
+float g4_expf(float x);
+float g4_tanhf(float x);
+void g4_sincosf(float x, float *sin_x, float *cos_x);
+float g4_powf(float base, float exponent); /* base > 0 */
+float g4_logf(float x);                    /* x > 0 */
+float g4_gelu_tanh(float x);
+float g4_bf16_round(float x);              /* to the nearest bfloat16, ties to even */
+
+/* One layer's K/V cache. Position p of sequence s lies in row p % R. Sliding layers: R = min(ctx, W - 1 + chunk), a ring; full ones: R = ctx. */
+typedef struct g4_kv {
+    float *k, *v; /* [n_seqs][G][R][dh] */
+    int G, dh, R;
+    int window;   /* keys that a query sees, itself included; full layers: ctx */
+} g4_kv;
+
+/* The rows of one step, in the backend's memory. */
+typedef struct g4_rows {
+    int32_t *token, *seq, *pos; /* [T] */
+    int T;
+} g4_rows;
+
+/* What every operation gets besides its own arguments. */
+typedef struct g4_run {
+    const g4_backend *backend;
+    int threads;
+    g4_precision precision;
+} g4_run;
+
+typedef struct g4_attention_args {
+    float *o;           /* [T][H][dh] */
+    const float *q;     /* [T][H][dh] */
+    const g4_kv *kv;
+    const g4_rows *rows;
+    int H;
+    float *scores;      /* scratch [threads][ctx] */
+    int ctx;
+} g4_attention_args;
+
+typedef struct g4_router_args {
+    int32_t *index;     /* [T][K] chosen experts, ascending */
+    float *weight;      /* [T][K] */
+    const float *h;     /* [T][D], not normed */
+    const g4_layer *layer;
+    int T, D, E, K;
+    float eps;
+    float *n;           /* scratch [T][D] */
+    float *logits;      /* scratch [T][E] */
+} g4_router_args;
+
+typedef struct g4_experts_args {
+    float *y;           /* [T][D] */
+    const float *x;     /* [T][D] */
+    const int32_t *index; /* [T][K] */
+    const float *weight;  /* [T][K] */
+    const g4_layer *layer;
+    int T, D, K, Fe;
+    float *gate_up;     /* scratch [2*Fe] */
+    float *down;        /* scratch [D] */
+} g4_experts_args;
+
+typedef struct g4_ple_args {
+    float *p;           /* [T][L][P]; holds a = E_ple[token] * sqrt(P) on entry */
+    float *b;           /* [T][L][P]: per_layer_model_projection h; changed */
+    const g4_tensor *norm; /* [P] */
+    int T, L, P, D;
+    float eps;
+} g4_ple_args;
+
+/* A backend: the operations that forward() lists. An entry left NULL is the scalar one. All pointers to data are addresses in the
+ * backend's memory, which only it dereferences. Operations are enqueued in order; results may be read after `download`, which waits.
+ * A host backend (host_memory = 1) leaves alloc .. download NULL and every operation has finished when it returns. */
+struct g4_backend {
+    const char *name;
+    int host_memory;
+    const char *(*unusable)(void);  /* NULL or a function that gives NULL: can run here; else the reason */
+    void *(*alloc)(size_t bytes);   /* zeroed; NULL: no memory */
+    void (*release)(void *p);
+    int (*upload)(void *dst, const void *src, size_t bytes);
+    int (*download)(void *dst, const void *src, size_t bytes);
+    /* y [T][cols] = table[token] * scale */
+    void (*embed)(const g4_run *, float *y, const g4_tensor *table, const int32_t *token, int T, float scale);
+    /* y [T][W.rows] = W x, x [T][W.cols] */
+    void (*matmul)(const g4_run *, float *y, const g4_tensor *W, const float *x, int T);
+    /* y [n][dim] = x / sqrt(mean(x^2) + eps) * w; w [dim] or NULL; y may be x */
+    void (*norm)(const g4_run *, float *y, const float *x, const g4_tensor *w, int n, int dim, float eps);
+    /* c, s [T][half] = cos, sin of pos * inv_freq */
+    void (*rope_table)(const g4_run *, float *c, float *s, const float *inv_freq, const int32_t *pos, int T, int half);
+    /* x [T][heads][dh]: rotates the pairs (i, i + dh/2) */
+    void (*rope)(const g4_run *, float *x, const float *c, const float *s, int T, int heads, int dh);
+    /* k, v [T][G][dh] into the cache */
+    void (*kv_store)(const g4_run *, const g4_kv *kv, const float *k, const float *v, const g4_rows *rows);
+    void (*attention)(const g4_run *, const g4_attention_args *a);
+    /* gate [T][n] = gelu_tanh(gate) * up; row t of up begins at up + t * stride */
+    void (*gelu_mul)(const g4_run *, float *gate, const float *up, int T, int n, size_t stride);
+    /* y [n] += x */
+    void (*add)(const g4_run *, float *y, const float *x, size_t n);
+    /* y [n] *= s [1] */
+    void (*scale)(const g4_run *, float *y, const g4_tensor *s, size_t n);
+    /* p = (norm(b / sqrt(D)) + p) / sqrt(2) */
+    void (*ple)(const g4_run *, const g4_ple_args *a);
+    void (*router)(const g4_run *, const g4_router_args *a);
+    void (*experts)(const g4_run *, const g4_experts_args *a);
+    /* y [n][width] = x[index] */
+    void (*gather_rows)(const g4_run *, float *y, const float *x, const int32_t *index, int n, size_t width);
+    /* y [n] = c * tanh(y / c) */
+    void (*softcap)(const g4_run *, float *y, size_t n, float c);
+};
+
+extern const g4_backend g4_backend_scalar; /* gemma4.c */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,207 @@
+/* sampler.c - from the logits of one position to one token id.
+ *
+ * The order is that of transformers' generate(): repetition penalty, suppressed ids, temperature, top-k, top-p, min-p, then one
+ * draw. Which ids survive is decided as transformers decides it, ties included; the draw itself is ours.
+ *
+ * Not here: beams, n-gram penalties, logit biases, stop ids (the caller's loop looks at those).
+ *
+ * Nothing here asks libm for a bit, and the random number is a function of (seed, position) alone: a seed gives one text on every
+ * machine, whatever was sampled before it. Read g4_sample first, then upwards.
+ */
+#define G4_EXACT_FLOAT
+#include "gemma4.h"
+
+#include <float.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* e^x in double. x = k ln 2 + r with |r| <= ln(2)/2, e^r by its series to r^13 / 13! (the rest is below 5e-18), then 2^k by bits.
+ * 1.2 ulp at most in 5e7 random x of [-708, 709] and of a thousandth of that range, against expl; 0 below, infinity above. */
+double g4_exp(double x) {
+    static const double factor[14] = {1.0, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320, 1.0 / 362880,
+                                      1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800};
+    static const double ln2_high = 0x1.62e42fee00000p-1, ln2_low = 0x1.a39ef35793c76p-33; /* k * ln2_high is exact */
+    if (isnan(x)) return x;
+    if (x < -708) return 0;
+    if (x > 709) return HUGE_VAL;
+    double scaled = x * 0x1.71547652b82fep+0;
+    int k = (int)(scaled < 0 ? scaled - 0.5 : scaled + 0.5);
+    double r = (x - k * ln2_high) - k * ln2_low;
+    double sum = factor[13];
+    for (int i = 12; i >= 0; i--) sum = factor[i] + sum * r;
+    uint64_t bits = (uint64_t)(k + 1023) << 52;
+    double power;
+    memcpy(&power, &bits, sizeof power);
+    return sum * power;
+}
+
+/* log(sum of e^x[i]) in double, added in the order of the indices; x [n]. The logarithm is g4_logf and one step of Halley's
+ * method on e^y = sum, which takes its 1e-7 below the rounding of double. -infinity if all x are, NaN if one is. */
+double g4_log_sum_exp(const float *x, int n) {
+    float max = -INFINITY;
+    for (int i = 0; i < n; i++) {
+        if (isnan(x[i])) return NAN;
+        if (x[i] > max) max = x[i];
+    }
+    if (isinf(max)) return max;
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += g4_exp((double)x[i] - max);
+    double y = g4_logf((float)sum), e = g4_exp(y);
+    return max + (y + 2 * (sum - e) / (sum + e));
+}
+
+/* The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every bit of x reaches every bit of the result. */
+static uint64_t mix(uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+/* The generator has no state: number n of a seed, uniform in [0, 1) with 53 bits. The seed is mixed first so that neighbouring
+ * seeds do not give one sequence shifted by a place. */
+static double uniform(uint64_t seed, uint64_t n) {
+    const uint64_t golden = 0x9e3779b97f4a7c15u; /* 2^64 / golden ratio, odd: n * golden visits all of 2^64 */
+    return (double)(mix(mix(seed + golden) + (n + 1) * golden) >> 11) * 0x1p-53;
+}
+
+/* As transformers: an id counts once however often it occurred; a negative logit is multiplied, others are divided. */
+static int penalise(float *logits, int V, const int32_t *history, size_t n, float penalty, g4_error *err) {
+    unsigned char *seen = calloc((size_t)V, 1);
+    if (!seen) return g4_fail(err, "sampling: no memory for the repeat penalty's %d flags", V);
+    for (size_t i = 0; i < n; i++) {
+        int32_t id = history[i];
+        if (id < 0 || id >= V) {
+            free(seen);
+            return g4_fail(err, "sampling: history item %zu is id %d, outside the vocabulary of %d", i, (int)id, V);
+        }
+        if (seen[id]) continue;
+        seen[id] = 1;
+        logits[id] = logits[id] < 0 ? logits[id] * penalty : logits[id] / penalty;
+    }
+    free(seen);
+    return 0;
+}
+
+/* The k-th largest of x [n], 1 <= k <= n: a heap of the k largest so far, the smallest on top. heap [k] is scratch. */
+static float kth_largest(const float *x, int n, int k, float *heap) {
+    int size = 0;
+    for (int i = 0; i < n; i++) {
+        if (size < k) {
+            int c = size++;
+            for (; c > 0 && heap[(c - 1) / 2] > x[i]; c = (c - 1) / 2) heap[c] = heap[(c - 1) / 2];
+            heap[c] = x[i];
+        } else if (x[i] > heap[0]) {
+            int p = 0;
+            for (int c; (c = 2 * p + 1) < size; p = c) {
+                if (c + 1 < size && heap[c + 1] < heap[c]) c++;
+                if (heap[c] >= x[i]) break;
+                heap[p] = heap[c];
+            }
+            heap[p] = x[i];
+        }
+    }
+    return heap[0];
+}
+
+/* a goes before b: the higher logit, then the lower id. */
+static int before(const float *logits, int32_t a, int32_t b) {
+    return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
+}
+
+static void sift_down(const float *logits, int32_t *heap, int size, int p) {
+    int32_t id = heap[p];
+    for (int c; (c = 2 * p + 1) < size; p = c) {
+        if (c + 1 < size && before(logits, heap[c + 1], heap[c])) c++;
+        if (!before(logits, heap[c], id)) break;
+        heap[p] = heap[c];
+    }
+    heap[p] = id;
+}
+
+/* Keeps the fewest of ids [n], best first, whose probabilities reach top_p; they are left at the front of ids, and their number is
+ * returned. An id goes when those before it have reached top_p already: transformers says the same from the other end (it
+ * removes an id when it and all worse ones together stay within 1 - top_p). The best one always stays.
+ * A heap instead of a sort: V + m log V steps for the m that are kept. */
+static int keep_top_p(const float *logits, int32_t *ids, int n, float max, float top_p, int32_t *kept) {
+    double total = 0, mass = 0;
+    for (int i = 0; i < n; i++) total += g4_exp((double)logits[ids[i]] - max);
+    for (int p = n / 2 - 1; p >= 0; p--) sift_down(logits, ids, n, p);
+    int m = 0;
+    do {
+        kept[m++] = ids[0];
+        mass += g4_exp((double)logits[ids[0]] - max);
+        ids[0] = ids[--n];
+        if (n) sift_down(logits, ids, n, 0);
+    } while (n && mass < (double)top_p * total);
+    memcpy(ids, kept, (size_t)m * sizeof *ids);
+    return m;
+}
+
+/* The draw. logits [V] are divided by the temperature already; room is scratch of 2 * V words. */
+static int32_t draw(const g4_sampling *how, const float *logits, int V, float max, double u, void *room) {
+    int32_t *ids = room; /* [V] the candidates */
+    int n = 0;
+    float least = -FLT_MAX; /* leaves out what was suppressed */
+    if (how->top_k > 0 && how->top_k < V) {
+        float kth = kth_largest(logits, V, how->top_k, room);
+        if (kth > least) least = kth;
+    }
+    for (int i = 0; i < V; i++)
+        if (logits[i] >= least) ids[n++] = i; /* >=: all that tie with the k-th stay, as in transformers */
+    if (how->top_p < 1) n = keep_top_p(logits, ids, n, max, how->top_p, ids + V);
+
+    /* After min-p the probabilities are e^(logit - max) / total; its threshold is a share of the best one's, which is 1 / total. */
+    double total = 0;
+    int m = 0;
+    for (int i = 0; i < n; i++) {
+        double e = g4_exp((double)logits[ids[i]] - max);
+        if (e < (double)how->min_p) continue;
+        ids[m++] = ids[i];
+        total += e;
+    }
+    double target = u * total, mass = 0;
+    for (int i = 0; i < m; i++) {
+        mass += g4_exp((double)logits[ids[i]] - max);
+        if (mass > target) return ids[i];
+    }
+    return ids[m - 1]; /* u * total rounded up to total */
+}
+
+int32_t g4_sample(const g4_sampling *how, float *logits, int V, const int32_t *history, size_t n, const int32_t *suppress, int n_suppress,
+                  g4_error *err) {
+    /* Written so that a NaN fails each of them. */
+    if (!(how->temperature >= 0 && how->temperature <= FLT_MAX))
+        return g4_fail(err, "sampling: temperature must be 0 or more, found %g", (double)how->temperature);
+    if (how->top_k < 0) return g4_fail(err, "sampling: top_k must be 0 (off) or more, found %d", how->top_k);
+    if (!(how->top_p >= 0 && how->top_p <= 1)) return g4_fail(err, "sampling: top_p must be 0 to 1, found %g", (double)how->top_p);
+    if (!(how->min_p >= 0 && how->min_p <= 1)) return g4_fail(err, "sampling: min_p must be 0 to 1, found %g", (double)how->min_p);
+    if (!(how->repeat_penalty > 0 && how->repeat_penalty <= FLT_MAX))
+        return g4_fail(err, "sampling: repeat_penalty must be above 0, found %g", (double)how->repeat_penalty);
+    if (V < 1) return g4_fail(err, "sampling: there are no logits");
+
+    for (int i = 0; i < V; i++)
+        if (!(logits[i] <= FLT_MAX))
+            return g4_fail(err, "sampling: the logit of id %d is %g; the model's output is broken", i, (double)logits[i]);
+    if (how->repeat_penalty != 1 && penalise(logits, V, history, n, how->repeat_penalty, err)) return -1;
+    for (int i = 0; i < n_suppress; i++)
+        if (suppress[i] >= 0 && suppress[i] < V) logits[suppress[i]] = -INFINITY;
+
+    /* Below 1e-5 the best id's probability is 1 in double unless the logits tie, so dividing would only risk overflow. */
+    int greedy = how->temperature < 1e-5f, best = 0;
+    if (!greedy && how->temperature != 1)
+        for (int i = 0; i < V; i++) logits[i] /= how->temperature;
+    for (int i = 1; i < V; i++)
+        if (logits[i] > logits[best]) best = i; /* >: ties go to the lowest id */
+    if (logits[best] == -INFINITY) return g4_fail(err, "sampling: every id is suppressed or has the logit -infinity");
+    if (!(logits[best] <= FLT_MAX))
+        return g4_fail(err, "sampling: the logit of id %d overflows under repeat_penalty %g and temperature %g", best, (double)how->repeat_penalty,
+                       (double)how->temperature);
+    if (greedy) return best;
+
+    void *room = V <= INT32_MAX / 8 ? malloc((size_t)V * 2 * sizeof(int32_t)) : NULL;
+    if (!room) return g4_fail(err, "sampling: no memory for %d candidates", V);
+    int32_t id = draw(how, logits, V, logits[best], uniform(how->seed, n), room);
+    free(room);
+    return id;
+}

@@ -1,0 +1,37 @@
+#!/bin/sh
+# all.sh - the slow tests, after `make test`: the same tests under sanitizers, then everything that is compared live with transformers and
+# tokenizers. Installs reference/requirements.txt into build/venv. CC, PYTHON and SHARED come from the Makefile.
+set -u
+passed=0 failed=0 skipped=0
+log=build/all.log
+
+# Adds the last line "[name: ]N passed, N failed, N skipped" of the log, or one failure if there is none or the status says so.
+count() {
+    line=$(tail -n 1 "$log" | sed -n 's/^\([a-z_0-9]*: \)\{0,1\}\([0-9]*\) passed, \([0-9]*\) failed, \([0-9]*\) skipped$/\2 \3 \4/p')
+    grep -E '^(FAILED|skipped)' "$log"
+    if [ -z "$line" ] || { [ "$1" -ne 0 ] && [ "$(echo "$line" | cut -d' ' -f2)" -eq 0 ]; }; then
+        tail -n 30 "$log"
+        echo "FAILED $2: status $1"
+        failed=$((failed + 1))
+    fi
+    [ -z "$line" ] && return
+    set -- $line "$2"
+    echo "$4: $1 passed, $2 failed, $3 skipped"
+    passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3))
+}
+
+mkdir -p build/san
+make SAN=1 CC="$CC" B=build/san OUT=build/san/ SHARED="${SHARED:-none}" test > "$log" 2>&1
+count $? sanitizers
+
+build/test_ulp ./gemma4 401 > "$log" 2>&1
+count $? ulp
+
+if [ ! -x build/venv/bin/python ] || ! cmp -s reference/requirements.txt build/venv/requirements.txt; then
+    "$PYTHON" -m venv build/venv && build/venv/bin/pip install --quiet -r reference/requirements.txt && cp reference/requirements.txt build/venv/
+fi
+build/venv/bin/python test/live.py > "$log" 2>&1
+count $? live
+
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]
