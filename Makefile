@@ -31,13 +31,13 @@ B        = build
 OUT      =
 
 # -std=gnu11: gcc for s390x evaluates float in double under -std=c11. -ffp-contract=off: one rounding per operation.
-CFLAGS_ALL = -std=gnu11 $(if $(filter 1,$(SAN)),-O1 -g -fsanitize=address$(comma)undefined -fno-sanitize-recover=all,$(OPT)) $(ARCH) \
+CFLAGS_ALL = -std=gnu11 $(if $(findstring mingw,$(SYSTEM)),-D__USE_MINGW_ANSI_STDIO=1) $(if $(filter 1,$(SAN)),-O1 -g -fsanitize=address$(comma)undefined -fno-sanitize-recover=all,$(OPT)) $(ARCH) \
     -ffp-contract=off $(if $(findstring mingw,$(SYSTEM)),,-fPIC) -fvisibility=hidden $(if $(filter 1,$(OPENMP)),-fopenmp,-Wno-unknown-pragmas) \
     -Wall -Wextra -Wshadow -Wstrict-prototypes $(WERROR) -I. $(CFLAGS)
 LIBS  = -lm
 comma = ,
 
-CORE  = gemma4 checkpoint tokenizer sampler
+CORE  = gemma4 backend_cpu checkpoint tokenizer sampler
 CLI   = main tracefile
 TESTS = $(patsubst test/%.c,%,$(wildcard test/test_*.c))
 
@@ -74,6 +74,14 @@ test: all $(TESTS:%=$(B)/%$(EXE))
 
 # Everything: also with sanitizers, and against transformers and tokenizers (installs reference/requirements.txt into build/venv).
 test-all: test slow-test
+# The same hash from every compiler, processor and system (README, "One set of bits"); installs Debian's cross compilers.
+matrix:
+	sh test/matrix.sh
+# Changes the sources in a hundred ways that a porter plausibly does, and requires the tests to notice.
+mutate:
+	$(PYTHON) test/mutate.py
+coverage:
+	sh test/coverage.sh
 slow-test: all $(TESTS:%=$(B)/%$(EXE))
 	@SHARED='$(wildcard $(SHARED))' CC='$(CC)' PYTHON='$(PYTHON)' sh test/all.sh
 
@@ -89,4 +97,4 @@ install: all
 clean:
 	rm -rf $(B) $(OUT)gemma4$(EXE) $(OUT)libgemma4.a $(OUT)libgemma4$(SO)
 
-.PHONY: all run test test-all slow-test install clean FORCE
+.PHONY: all run test test-all slow-test matrix mutate coverage install clean FORCE

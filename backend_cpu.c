@@ -26,6 +26,11 @@
 #define INLINE inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 #define PREFETCH(p) __builtin_prefetch(p)
+#if defined(__clang__)
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, (int32_t __attribute__((vector_size(16)))){i, j, k, l})
+#endif
 #else
 #define INLINE inline
 #define UNROLL
@@ -96,14 +101,14 @@ static INLINE float round_one(float x) {
 
 /* Each version's kernels and types have names of their own. */
 #define vec VERSION(vec, ISA)
-#define uvec VERSION(uvec, ISA)
-#define shorts VERSION(shorts, ISA)
 #define half_vec VERSION(half_vec, ISA)
 #define half_uvec VERSION(half_uvec, ISA)
 #define half_mask VERSION(half_mask, ISA)
 #define wide VERSION(wide, ISA)
 #define wide_bits VERSION(wide_bits, ISA)
 #define wide_mask VERSION(wide_mask, ISA)
+#define quad VERSION(quad, ISA)
+#define quad_load VERSION(quad_load, ISA)
 #define load VERSION(load, ISA)
 #define store VERSION(store, ISA)
 #define half_load VERSION(half_load, ISA)
@@ -140,6 +145,7 @@ static INLINE float round_one(float x) {
  * its vectors flush subnormals. So are gcc's AVX versions for Windows: gcc aligns the stack there to 16 bytes only and crashes when it spills a vector. */
 #if defined(__GNUC__) && defined(__x86_64__) && !(defined(_WIN32) && !defined(__clang__))
 #define HAVE_AVX
+#include <immintrin.h>
 
 #define ISA avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
@@ -376,11 +382,17 @@ const g4_backend g4_backend_cpu = {
 
 #define PARTS (16 / LANES)
 
+/* Keeps a value in its register: compilers like to load it again for each use, and then loads are what the loop waits for. */
+#if defined(HAVE_AVX) || LANES == 4 && defined(__SSE2__)
+#define KEEP(v) __asm__("" : "+x"(v))
+#else
+#define KEEP(v) ((void)0)
+#endif
+
 #if LANES > 1
 #define HALF (LANES / 2)
 typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
-typedef uint16_t shorts __attribute__((vector_size(2 * LANES)));
+typedef float quad __attribute__((vector_size(16)));
 typedef float half_vec __attribute__((vector_size(4 * HALF)));
 typedef uint32_t half_uvec __attribute__((vector_size(4 * HALF)));
 typedef int32_t half_mask __attribute__((vector_size(4 * HALF)));
@@ -411,6 +423,14 @@ static INLINE TARGET vec load(const float *p) {
 }
 
 static INLINE TARGET void store(float *p, vec x) { memcpy(p, &x, sizeof x); }
+
+#if LANES > 1
+static INLINE TARGET quad quad_load(const float *p) {
+    quad x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+#endif
 
 static INLINE TARGET half_vec half_load(const float *p) {
     half_vec x;
@@ -642,12 +662,10 @@ static INLINE TARGET void load_weights(int kind, vec *b, const unsigned char *p)
         memcpy(b, p, 16 * sizeof(float));
         return;
     }
-#if LANES >= 8
-    UNROLL for (int i = 0; i < PARTS; i++) {
-        shorts h;
-        memcpy(&h, p + 2 * i * LANES, sizeof h);
-        b[i] = (vec)(__builtin_convertvector(h, uvec) << 16);
-    }
+#if LANES == 16
+    b[0] = (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif LANES == 8
+    UNROLL for (int i = 0; i < 2; i++) b[i] = (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 16 * i))), 16);
 #elif LANES == 4
     typedef uint16_t eight __attribute__((vector_size(16)));
     const eight zero = {0};
@@ -668,31 +686,35 @@ static INLINE TARGET void load_weights(int kind, vec *b, const unsigned char *p)
 }
 
 /* a [R][N] += 16 elements. R, N and kind are constants wherever this is inlined. */
-static INLINE TARGET void step(int R, int N, int kind, vec a[ROWS][TOKENS][PARTS], const unsigned char *w, size_t w_stride, const float *x, size_t x_stride) {
-    vec b[ROWS][PARTS];
+static INLINE TARGET void step(int R, int N, int kind, vec a[4][TOKENS][PARTS], const unsigned char *w, size_t w_stride, const float *x, size_t x_stride) {
+    vec b[4][PARTS];
     UNROLL for (int r = 0; r < R; r++) load_weights(kind, b[r], w + r * w_stride);
     UNROLL for (int t = 0; t < N; t++)
         UNROLL for (int p = 0; p < PARTS; p++) {
             vec v = load(x + t * x_stride + p * LANES);
+            KEEP(v);
             UNROLL for (int r = 0; r < R; r++) a[r][t][p] += b[r][p] * v;
         }
 }
 
-/* lanes [R][TOKENS][16] += R rows of weights by N tokens, n elements of each. */
-static INLINE TARGET void tile(int R, int N, int kind, float *lanes, const unsigned char *w, size_t w_stride, const float *x, size_t x_stride, int n) {
+/* lanes [R][TOKENS][16], which begin with 0 if `fresh`, += R rows of weights by N tokens, n elements of each. */
+static INLINE TARGET void tile(int R, int N, int kind, int fresh, float *lanes, const unsigned char *w, size_t w_stride, const float *x, size_t x_stride, int n) {
     const size_t size = kind == HOST_FLOATS ? 4 : 2;
-    const size_t ahead = R > 1 ? R * w_stride : 1024; /* one row: its next elements; more: the next rows */
-    vec a[ROWS][TOKENS][PARTS];
+    vec a[4][TOKENS][PARTS];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int t = 0; t < N; t++)
-            UNROLL for (int p = 0; p < PARTS; p++) a[r][t][p] = load(lanes + (r * TOKENS + t) * 16 + p * LANES);
+            UNROLL for (int p = 0; p < PARTS; p++) a[r][t][p] = (vec){0};
+    if (!fresh)
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int t = 0; t < N; t++)
+                UNROLL for (int p = 0; p < PARTS; p++) a[r][t][p] = load(lanes + (r * TOKENS + t) * 16 + p * LANES);
     int i = 0;
     for (; i + 16 <= n; i += 16) {
-        UNROLL for (int r = 0; r < R; r++) PREFETCH(w + r * w_stride + i * size + ahead);
+        UNROLL for (int r = 0; r < R; r++) PREFETCH(w + r * w_stride + i * size + 512);
         step(R, N, kind, a, w + i * size, w_stride, x + i, x_stride);
     }
     if (i < n) { /* zeros fill the step up: a lane is never -0, so adding 0 leaves it alone */
-        unsigned char w_end[ROWS * 64] = {0};
+        unsigned char w_end[4 * 64] = {0};
         float x_end[TOKENS * 16] = {0};
         for (int r = 0; r < R; r++) memcpy(w_end + r * 64, w + r * w_stride + i * size, (size_t)(n - i) * size);
         for (int t = 0; t < N; t++) memcpy(x_end + t * 16, x + t * x_stride + i, sizeof(float) * (size_t)(n - i));
@@ -704,26 +726,45 @@ static INLINE TARGET void tile(int R, int N, int kind, float *lanes, const unsig
 }
 
 /* The same for R = 1 or ROWS and N up to TOKENS. */
-static INLINE TARGET void tile_any(int R, int N, int kind, float *lanes, const unsigned char *w, size_t w_stride, const float *x, size_t x_stride, int n) {
+static INLINE TARGET void tile_any(int R, int N, int kind, int fresh, float *lanes, const unsigned char *w, size_t w_stride, const float *x, size_t x_stride, int n) {
     switch (N) {
-    case 1: tile(R, 1, kind, lanes, w, w_stride, x, x_stride, n); break;
-    case 2: tile(R, 2, kind, lanes, w, w_stride, x, x_stride, n); break;
+    case 1: tile(R, 1, kind, fresh, lanes, w, w_stride, x, x_stride, n); break;
+    case 2: tile(R, 2, kind, fresh, lanes, w, w_stride, x, x_stride, n); break;
 #if TOKENS > 2
-    case 3: tile(R, 3, kind, lanes, w, w_stride, x, x_stride, n); break;
+    case 3: tile(R, 3, kind, fresh, lanes, w, w_stride, x, x_stride, n); break;
 #endif
 #if TOKENS > 3
-    case 4: tile(R, 4, kind, lanes, w, w_stride, x, x_stride, n); break;
-    case 5: tile(R, 5, kind, lanes, w, w_stride, x, x_stride, n); break;
-    case 6: tile(R, 6, kind, lanes, w, w_stride, x, x_stride, n); break;
+    case 4: tile(R, 4, kind, fresh, lanes, w, w_stride, x, x_stride, n); break;
+    case 5: tile(R, 5, kind, fresh, lanes, w, w_stride, x, x_stride, n); break;
+    case 6: tile(R, 6, kind, fresh, lanes, w, w_stride, x, x_stride, n); break;
 #endif
     }
+}
+
+/* y [rows] = the lanes of one token, added */
+static TARGET void finish(float *y, const float *lanes, int rows) {
+    int r = 0;
+#if LANES > 1
+    for (; r + 4 <= rows; r += 4) {
+        quad s[4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            const float *lane = lanes + (r + i) * TOKENS * 16;
+            s[i] = (quad_load(lane) + quad_load(lane + 8)) + (quad_load(lane + 4) + quad_load(lane + 12));
+        }
+        quad ab = SHUFFLE(s[0], s[1], 0, 4, 1, 5) + SHUFFLE(s[0], s[1], 2, 6, 3, 7);
+        quad cd = SHUFFLE(s[2], s[3], 0, 4, 1, 5) + SHUFFLE(s[2], s[3], 2, 6, 3, 7);
+        s[0] = SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
+        memcpy(y + r, &s[0], sizeof s[0]);
+    }
+#endif
+    for (; r < rows; r++) y[r] = add_lanes(lanes + r * TOKENS * 16);
 }
 
 /* Rows begin .. end - 1 of a product, in panels of 16 rows. A panel meets a few tokens at a time, block by block of BLOCK elements: the tokens' block stays in
  * the nearest cache while the panel's rows pass by, the panel stays in the next one until all tokens have met it, and memory is read once. */
 static TARGET void product_rows(const product *m, int begin, int end) {
     enum { BLOCK = 1024 };
-    float lanes[16 * TOKENS * 16], w[ROWS * BLOCK];
+    float lanes[16 * TOKENS * 16], w[4 * BLOCK];
     const int groups = (m->T + TOKENS - 1) / TOKENS, kind = m->widen || m->type == G4_TYPE_F32 ? HOST_FLOATS : LITTLE_BF16;
     const size_t size = m->type == G4_TYPE_F32 ? 4 : 2;
     const int block = groups > 1 || m->widen ? BLOCK : MAX(m->n, 1);
@@ -731,12 +772,11 @@ static TARGET void product_rows(const product *m, int begin, int end) {
         const int rows = MIN(16, end - o);
         for (int g = 0; g < groups; g++) {
             const int t = (int)((int64_t)m->T * g / groups), N = (int)((int64_t)m->T * (g + 1) / groups) - t;
-            memset(lanes, 0, sizeof lanes);
             for (int i = 0; i < m->n; i += block) {
                 const int n = MIN(block, m->n - i);
                 const float *x = m->x + (size_t)t * m->x_stride + i;
                 for (int r = 0, R; r < rows; r += R) {
-                    R = N > 1 && rows - r >= ROWS ? ROWS : 1;
+                    R = N == 1 ? (m->n > 4096 && rows - r >= 4 ? 4 : 1) : rows - r >= ROWS ? ROWS : 1;
                     float *to = lanes + r * TOKENS * 16;
                     const unsigned char *from = m->w + (size_t)(o + r) * m->w_stride + (size_t)i * size;
                     size_t stride = m->w_stride;
@@ -744,15 +784,20 @@ static TARGET void product_rows(const product *m, int begin, int end) {
                         for (int j = 0; j < R; j++) widen_row(w + j * BLOCK, from + j * m->w_stride, m->type, m->round, n);
                         from = (const unsigned char *)w, stride = sizeof(float) * BLOCK;
                     }
-                    if (kind == HOST_FLOATS && R == 1) tile_any(1, N, HOST_FLOATS, to, from, stride, x, m->x_stride, n);
-                    else if (kind == HOST_FLOATS) tile_any(ROWS, N, HOST_FLOATS, to, from, stride, x, m->x_stride, n);
-                    else if (R == 1) tile_any(1, N, LITTLE_BF16, to, from, stride, x, m->x_stride, n);
-                    else tile_any(ROWS, N, LITTLE_BF16, to, from, stride, x, m->x_stride, n);
+                    if (kind == HOST_FLOATS) {
+                        if (R == 1) tile_any(1, N, HOST_FLOATS, i == 0, to, from, stride, x, m->x_stride, n);
+                        else if (N == 1) tile(4, 1, HOST_FLOATS, i == 0, to, from, stride, x, m->x_stride, n);
+                        else tile_any(ROWS, N, HOST_FLOATS, i == 0, to, from, stride, x, m->x_stride, n);
+                    } else {
+                        if (R == 1) tile_any(1, N, LITTLE_BF16, i == 0, to, from, stride, x, m->x_stride, n);
+                        else if (N == 1) tile(4, 1, LITTLE_BF16, i == 0, to, from, stride, x, m->x_stride, n);
+                        else tile_any(ROWS, N, LITTLE_BF16, i == 0, to, from, stride, x, m->x_stride, n);
+                    }
                 }
             }
             for (int j = 0; j < N; j++) {
                 float *y = m->y + (size_t)(t + j) * m->y_stride + o;
-                for (int r = 0; r < rows; r++) y[r] = add_lanes(lanes + (r * TOKENS + j) * 16);
+                finish(y, lanes + j * 16, rows);
                 for (int r = 0; m->round && r < rows; r++) y[r] = round_one(y[r]);
             }
         }
@@ -806,6 +851,7 @@ static const kernels table = {.products = product_rows, .weighted_sum = sum_over
                               .norm = norm_row, .rope = rope_row, .exp = exp_row};
 
 #undef PARTS
+#undef KEEP
 #undef HALF
 #undef TO_WIDE
 #undef TO_HALF

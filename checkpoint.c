@@ -36,12 +36,12 @@
 
 /* A name from a file may hold anything; in a message it is one short line. */
 typedef struct shown {
-    char text[128];
+    char text[160];
 } shown;
 
 static shown show_n(const char *s, size_t n) {
     shown out;
-    size_t max = sizeof out.text - 4, m = n < max ? n : max;
+    size_t max = 120, m = n < max ? n : max;
     for (size_t i = 0; i < m; i++) out.text[i] = (unsigned char)s[i] < 0x20 || s[i] == 0x7f ? '?' : s[i];
     if (n > max) {
         while (m > 0 && ((unsigned char)s[m] & 0xc0) == 0x80) m--; /* not inside a character */
@@ -54,11 +54,7 @@ static shown show_n(const char *s, size_t n) {
 
 static shown show(const char *s) { return show_n(s, strlen(s)); }
 
-static void warn(const g4_options *options, const char *format, ...)
-#ifdef __GNUC__
-    __attribute__((format(printf, 2, 3)))
-#endif
-    ;
+G4_PRINTF(2, 3) static void warn(const g4_options *options, const char *format, ...);
 
 static void warn(const g4_options *options, const char *format, ...) {
     char text[1024];
@@ -647,6 +643,7 @@ static int os_kind(const char *path) {
 static int os_open(os_file *file, const char *path, uint64_t *size, g4_error *err) {
     char text[256];
     LARGE_INTEGER n;
+    *file = INVALID_HANDLE_VALUE;
     wchar_t *wide = wide_path(path);
     if (!wide) return g4_fail(err, "%s: not a UTF-8 path", path);
     if (os_kind(path) == PATH_DIRECTORY) {
@@ -727,7 +724,9 @@ static int os_open(os_file *file, const char *path, uint64_t *size, g4_error *er
     int known = !fstat(*file, &st);
     if (!known || !S_ISREG(st.st_mode)) {
         g4_fail(err, "%s: %s", path,
-                !known ? os_error(text) : S_ISDIR(st.st_mode) ? "is a directory; expected a file" : "not a regular file (a FIFO, a socket or a device)");
+                !known                ? os_error(text)
+                : S_ISDIR(st.st_mode) ? "is a directory; expected a file"
+                                      : "not a regular file (a FIFO, a socket or a device)");
         close(*file);
         return -1;
     }
@@ -786,10 +785,13 @@ int g4_file_open(g4_file *f, const char *path, int no_mmap, g4_error *err) {
         size_t have = 0;
         int64_t got = 1;
         while (data && have < size && (got = os_read(file, data + have, (size_t)size - have)) > 0) have += (size_t)got;
-        if (!data) failed = g4_fail(err, "%s: no memory for its %llu bytes%s%s", path, (unsigned long long)size, no_mmap ? "" : ", and it cannot be mapped: ", no_mmap ? "" : text);
+        if (!data)
+            failed = g4_fail(err, "%s: no memory for its %llu bytes%s%s", path, (unsigned long long)size,
+                             no_mmap ? "" : ", and it cannot be mapped: ", no_mmap ? "" : text);
         else if (got < 0) failed = g4_fail(err, "%s: cannot read: %s", path, os_error(text));
         else if (have < size)
-            failed = g4_fail(err, "%s: ends after %llu bytes; it had %llu when it was opened", path, (unsigned long long)have, (unsigned long long)size);
+            failed = g4_fail(err, "%s: ends after %llu bytes; it had %llu when it was opened", path, (unsigned long long)have,
+                             (unsigned long long)size);
         if (failed) free(data);
         else f->data = data;
     }
@@ -848,7 +850,8 @@ static int read_st_tensor(const g4_json *j, uint32_t node, g4_st_tensor *t, int6
     shown name = show_n(t->name, nodes[node].key_size);
     if (strlen(t->name) != nodes[node].key_size) return g4_fail(err, "%s: the name of tensor %s... holds a NUL byte", path, name.text);
     uint32_t type = g4_json_get(j, node, "dtype"), shape = g4_json_get(j, node, "shape"), offsets = g4_json_get(j, node, "data_offsets");
-    if (!type || nodes[type].kind != G4_JSON_STRING || !shape || nodes[shape].kind != G4_JSON_ARRAY || !offsets || nodes[offsets].kind != G4_JSON_ARRAY)
+    if (!type || nodes[type].kind != G4_JSON_STRING || !shape || nodes[shape].kind != G4_JSON_ARRAY || !offsets ||
+        nodes[offsets].kind != G4_JSON_ARRAY)
         return g4_fail(err, "%s: tensor %s: expected an object with dtype (string), shape and data_offsets (arrays)", path, name.text);
     int known = 0;
     while (known < ST_TYPES && !is_string(j, type, st_types[known].name)) known++;
@@ -856,7 +859,8 @@ static int read_st_tensor(const g4_json *j, uint32_t node, g4_st_tensor *t, int6
     snprintf(t->dtype, sizeof t->dtype, "%s", st_types[known].name);
 
     int64_t bits = st_types[known].bits;
-    if (nodes[shape].size > 8) return g4_fail(err, "%s: tensor %s has %u dimensions; at most 8 are read", path, name.text, (unsigned)nodes[shape].size);
+    if (nodes[shape].size > 8)
+        return g4_fail(err, "%s: tensor %s has %u dimensions; at most 8 are read", path, name.text, (unsigned)nodes[shape].size);
     for (uint32_t i = nodes[shape].first; i; i = nodes[i].next) {
         int64_t *size = &t->shape[t->rank++];
         if (read_size(j, i, size)) return g4_fail(err, "%s: tensor %s: dimension %d of its shape is not a size", path, name.text, t->rank - 1);
@@ -909,12 +913,13 @@ static int read_st_header(g4_safetensors *st, const g4_json *j, int64_t *range, 
         const int64_t *r = range + 2 * (size_t)order[i];
         if (r[0] != end)
             return g4_fail(err, "%s: tensor %s begins at byte %lld of the data, but the one before it ends at %lld: %s", path,
-                           show(st->tensors[order[i]].name).text, (long long)r[0], (long long)end, r[0] < end ? "they overlap" : "there is a gap");
+                           show(st->tensors[order[i]].name).text, (long long)r[0], (long long)end,
+                           r[0] < end ? "they overlap" : "there is a gap");
         end = r[1];
     }
     if ((uint64_t)end > size)
-        return g4_fail(err, "%s: the header promises %lld bytes of data, the file holds %llu: %llu bytes are missing (incomplete download?)", path,
-                       (long long)end, (unsigned long long)size, (unsigned long long)((uint64_t)end - size));
+        return g4_fail(err, "%s: the header promises %lld bytes of data, the file holds %llu: %llu bytes are missing (incomplete download?)",
+                       path, (long long)end, (unsigned long long)size, (unsigned long long)((uint64_t)end - size));
     if ((uint64_t)end < size)
         return g4_fail(err, "%s: %llu bytes follow the data of the last tensor; expected the end of the file", path,
                        (unsigned long long)(size - (uint64_t)end));
@@ -940,7 +945,8 @@ int g4_safetensors_open(g4_safetensors *st, const char *path, int no_mmap, g4_er
         goto fail;
     }
     if (header > ST_HEADER_MAX) {
-        g4_fail(err, "%s: a header of %llu bytes; at most %d are allowed (not a safetensors file?)", path, (unsigned long long)header, ST_HEADER_MAX);
+        g4_fail(err, "%s: a header of %llu bytes; at most %d are allowed (not a safetensors file?)", path, (unsigned long long)header,
+                ST_HEADER_MAX);
         goto fail;
     }
     if (header > size - 8) {
@@ -1023,7 +1029,7 @@ static shown show_value(const g4_json *j, uint32_t node) {
     case G4_JSON_TRUE: return show("true");
     case G4_JSON_NUMBER: return show_n(g4_json_string(j, node), j->nodes[node].size);
     case G4_JSON_STRING:
-        snprintf(out.text, sizeof out.text, "\"%.*s\"", 100, show_n(g4_json_string(j, node), j->nodes[node].size).text);
+        snprintf(out.text, sizeof out.text, "\"%.130s\"", show_n(g4_json_string(j, node), j->nodes[node].size).text);
         return out;
     case G4_JSON_ARRAY: snprintf(out.text, sizeof out.text, "an array of %u", (unsigned)j->nodes[node].size); return out;
     default: snprintf(out.text, sizeof out.text, "an object of %u", (unsigned)j->nodes[node].size); return out;
@@ -1146,7 +1152,8 @@ static int read_layer_types(const section *s, g4_config *c, const g4_options *op
         }
     }
     if (c->layers[L - 1].type != G4_FULL_ATTENTION) {
-        warn(options, "%s: %slayer_types: the last layer is sliding_attention; it is forced to full_attention, as transformers does", s->file, s->prefix);
+        warn(options, "%s: %slayer_types: the last layer is sliding_attention; it is forced to full_attention, as transformers does", s->file,
+             s->prefix);
         c->layers[L - 1].type = G4_FULL_ATTENTION;
     }
     return 0;
@@ -1184,8 +1191,8 @@ static int read_heads(const section *s, g4_config *c) {
         for (uint32_t i = 0; i < nodes[node].key_size && layer < LAYERS_MAX; i++)
             layer = number[i] < '0' || number[i] > '9' ? LAYERS_MAX : layer * 10 + (number[i] - '0');
         if (nodes[node].key_size == 0 || layer >= c->num_hidden_layers || seen[layer]++)
-            return g4_fail(s->err, "%s: %sper_layer_config: key \"%s\": expected the number of a layer, 0 to %d, once each", s->file, s->prefix, name.text,
-                           c->num_hidden_layers - 1);
+            return g4_fail(s->err, "%s: %sper_layer_config: key \"%s\": expected the number of a layer, 0 to %d, once each", s->file, s->prefix,
+                           name.text, c->num_hidden_layers - 1);
         snprintf(key, sizeof key, "per_layer_config.%s", name.text);
         if (nodes[node].kind != G4_JSON_OBJECT) return wrong(s, key, node, "an object");
         for (uint32_t item = nodes[node].first; item; item = nodes[item].next) {
@@ -1193,8 +1200,8 @@ static int read_heads(const section *s, g4_config *c) {
             int is_dim = nodes[item].key_size == 8 && !memcmp(inner, "head_dim", 8);
             snprintf(key, sizeof key, "per_layer_config.%d.%s", layer, is_dim ? "head_dim" : "num_key_value_heads");
             if (!is_dim && !(nodes[item].key_size == 19 && !memcmp(inner, "num_key_value_heads", 19)))
-                return g4_fail(s->err, "%s: %sper_layer_config.%d: key \"%s\": expected head_dim or num_key_value_heads", s->file, s->prefix, layer,
-                               show_n(inner, nodes[item].key_size).text);
+                return g4_fail(s->err, "%s: %sper_layer_config.%d: key \"%s\": expected head_dim or num_key_value_heads", s->file, s->prefix,
+                               layer, show_n(inner, nodes[item].key_size).text);
             if (read_int(s, key, item, is_dim ? 2 : 1, is_dim ? HEAD_DIM_MAX : HEADS_MAX,
                          is_dim ? &c->layers[layer].head_dim : &c->layers[layer].num_key_value_heads))
                 return -1;
@@ -1220,7 +1227,8 @@ static int read_rope(const section *s, g4_config *c, const g4_options *options) 
         uint32_t node = g4_json_get(s->j, all, names[type]);
         snprintf(key, sizeof key, "rope_parameters.%s", names[type]);
         if (!node)
-            return g4_fail(s->err, "%s: %s%s: is missing; expected one object for each layer type (sliding_attention, full_attention), not one for all",
+            return g4_fail(s->err,
+                           "%s: %s%s: is missing; expected one object for each layer type (sliding_attention, full_attention), not one for all",
                            s->file, s->prefix, key);
         if (s->j->nodes[node].kind != G4_JSON_OBJECT) return wrong(s, key, node, "an object");
         section r = *s;
@@ -1229,7 +1237,8 @@ static int read_rope(const section *s, g4_config *c, const g4_options *options) 
         r.object = node;
         r.prefix = prefix;
         *rope = (g4_rope_config){.factor = 1, .partial_rotary_factor = 1};
-        const char *spelled = member(&r, "rope_type", 0) || !member(&r, "type", 0) ? "rope_type" : "type"; /* the older name, which transformers reads too */
+        const char *spelled =
+            member(&r, "rope_type", 0) || !member(&r, "type", 0) ? "rope_type" : "type"; /* the older name, which transformers reads too */
         uint32_t kind = member(&r, spelled, 0);
         if (kind && is_string(r.j, kind, "proportional")) rope->proportional = 1;
         else if (kind && !is_string(r.j, kind, "default")) return wrong(&r, spelled, kind, "\"default\" or \"proportional\"");
@@ -1237,7 +1246,8 @@ static int read_rope(const section *s, g4_config *c, const g4_options *options) 
         double factor = 1;
         if (read_double(&r, "rope_theta", member(&r, "rope_theta", 0), 1e-3, 1e30, "a number from 0.001 to 1e30", &rope->theta)) return -1;
         if (read_double(&r, "factor", member(&r, "factor", 0), 1e-3, 1e6, "a number from 0.001 to 1e6", &factor)) return -1;
-        if (read_double(&r, "partial_rotary_factor", member(&r, "partial_rotary_factor", 0), 0, 1, "a number from 0 to 1", &rope->partial_rotary_factor))
+        if (read_double(&r, "partial_rotary_factor", member(&r, "partial_rotary_factor", 0), 0, 1, "a number from 0 to 1",
+                        &rope->partial_rotary_factor))
             return -1;
         if (rope->proportional) rope->factor = factor;
         else if (factor != 1 || rope->partial_rotary_factor != 1)
@@ -1256,11 +1266,13 @@ static int finish_layers(const section *s, g4_config *c, int intermediate_size) 
         if (reference[l->type] < 0) reference[l->type] = i;
         const g4_layer_config *first = &c->layers[reference[l->type]];
         if (l->head_dim != first->head_dim || l->num_key_value_heads != first->num_key_value_heads)
-            return g4_fail(s->err, "%s: %sper_layer_config: layers %d and %d are both %s, but head_dim is %d and %d, num_key_value_heads %d and %d", s->file,
-                           s->prefix, reference[l->type], i, type, first->head_dim, l->head_dim, first->num_key_value_heads, l->num_key_value_heads);
+            return g4_fail(s->err,
+                           "%s: %sper_layer_config: layers %d and %d are both %s, but head_dim is %d and %d, num_key_value_heads %d and %d",
+                           s->file, s->prefix, reference[l->type], i, type, first->head_dim, l->head_dim, first->num_key_value_heads,
+                           l->num_key_value_heads);
         if (c->num_attention_heads % l->num_key_value_heads)
-            return g4_fail(s->err, "%s: %snum_attention_heads %d is not a multiple of the %d num_key_value_heads of layer %d (%s)", s->file, s->prefix,
-                           c->num_attention_heads, l->num_key_value_heads, i, type);
+            return g4_fail(s->err, "%s: %snum_attention_heads %d is not a multiple of the %d num_key_value_heads of layer %d (%s)", s->file,
+                           s->prefix, c->num_attention_heads, l->num_key_value_heads, i, type);
         if (l->head_dim % 2)
             return g4_fail(s->err, "%s: %shead_dim %d of layer %d (%s) is odd; RoPE rotates pairs", s->file, s->prefix, l->head_dim, i, type);
         if (i < first_shared) last[l->type] = i;
@@ -1269,9 +1281,11 @@ static int finish_layers(const section *s, g4_config *c, int intermediate_size) 
     }
     for (int type = 0; type < 2; type++)
         if (c->num_kv_shared_layers && (last[type] < 0) != (reference[type] < 0))
-            return g4_fail(s->err, "%s: %snum_kv_shared_layers %d: no layer before layer %d is %s, so the %s layers after it have nobody to share K/V with",
-                           s->file, s->prefix, c->num_kv_shared_layers, first_shared, type ? "full_attention" : "sliding_attention",
-                           type ? "full_attention" : "sliding_attention");
+            return g4_fail(
+                s->err,
+                "%s: %snum_kv_shared_layers %d: no layer before layer %d is %s, so the %s layers after it have nobody to share K/V with",
+                s->file, s->prefix, c->num_kv_shared_layers, first_shared, type ? "full_attention" : "sliding_attention",
+                type ? "full_attention" : "sliding_attention");
     return 0;
 }
 
@@ -1286,13 +1300,14 @@ static int read_text_config(const section *s, int unified, g4_config *c, const g
     }
     if (read_int(s, "intermediate_size", member(s, "intermediate_size", 0), 1, WIDTH_MAX, &intermediate_size)) return -1;
     if (c->num_kv_shared_layers >= c->num_hidden_layers)
-        return g4_fail(s->err, "%s: %snum_kv_shared_layers: expected less than num_hidden_layers %d, found %d", s->file, s->prefix, c->num_hidden_layers,
-                       c->num_kv_shared_layers);
+        return g4_fail(s->err, "%s: %snum_kv_shared_layers: expected less than num_hidden_layers %d, found %d", s->file, s->prefix,
+                       c->num_hidden_layers, c->num_kv_shared_layers);
     if (read_bool(s, "attention_k_eq_v", &c->attention_k_eq_v) || read_bool(s, "use_double_wide_mlp", &c->use_double_wide_mlp)) return -1;
     if (read_bool(s, "enable_moe_block", &moe)) return -1;
     if (unified && (moe || c->hidden_size_per_layer_input)) { /* transformers takes no notice of the keys: the class lacks them */
-        warn(options, "%s: %s: gemma4_unified has no experts and no per-layer inputs; enable_moe_block and hidden_size_per_layer_input are not used", s->file,
-             moe ? "enable_moe_block" : "hidden_size_per_layer_input");
+        warn(options,
+             "%s: %s: gemma4_unified has no experts and no per-layer inputs; enable_moe_block and hidden_size_per_layer_input are not used",
+             s->file, moe ? "enable_moe_block" : "hidden_size_per_layer_input");
         c->hidden_size_per_layer_input = moe = 0;
     }
     if (moe) {
@@ -1307,7 +1322,8 @@ static int read_text_config(const section *s, int unified, g4_config *c, const g
             if (read_int(s, moe_sizes[i].key, member(s, moe_sizes[i].key, 0), 1, moe_sizes[i].highest, moe_sizes[i].value)) return -1;
         }
         if (c->top_k_experts > c->num_experts)
-            return g4_fail(s->err, "%s: %stop_k_experts: expected at most num_experts %d, found %d", s->file, s->prefix, c->num_experts, c->top_k_experts);
+            return g4_fail(s->err, "%s: %stop_k_experts: expected at most num_experts %d, found %d", s->file, s->prefix, c->num_experts,
+                           c->top_k_experts);
     }
     c->rms_norm_eps = 1e-6f;
     if (read_float(s, "rms_norm_eps", member(s, "rms_norm_eps", 0), 1e-30, 1, "a number from 1e-30 to 1", &c->rms_norm_eps)) return -1;
@@ -1346,7 +1362,8 @@ static int read_config(const section *root, g4_config *c, const g4_options *opti
         text.prefix = "text_config.";
         type = member(&text, "model_type", 1);
         while (type && inner < 4 && !is_string(j, type, known[inner])) inner++;
-        if (type && (inner == 4 || inner / 2 != which / 2)) return wrong(&text, "model_type", type, which < 2 ? "gemma4_text" : "gemma4_unified_text");
+        if (type && (inner == 4 || inner / 2 != which / 2))
+            return wrong(&text, "model_type", type, which < 2 ? "gemma4_text" : "gemma4_unified_text");
         if (refuse_foreign(root)) return -1;
         if (read_bool(&text, "tie_word_embeddings", &c->tie_word_embeddings)) return -1; /* the outer one, below, has the last word */
     }
@@ -1458,7 +1475,8 @@ static int add_mapped_files(g4_checkpoint *k, const g4_json *j, uint32_t map, ui
         const char *file = g4_json_string(j, i);
         if (j->nodes[i].kind != G4_JSON_STRING)
             return g4_fail(err, "%s: weight_map: %s: expected the name of a file, found %s", path, name.text, show_value(j, i).text);
-        if (strlen(j->text + j->nodes[i].key) != j->nodes[i].key_size) return g4_fail(err, "%s: weight_map: the key %s... holds a NUL byte", path, name.text);
+        if (strlen(j->text + j->nodes[i].key) != j->nodes[i].key_size)
+            return g4_fail(err, "%s: weight_map: the key %s... holds a NUL byte", path, name.text);
         if (strlen(file) != j->nodes[i].size || strpbrk(file, "/\\:") || strlen(file) > 255 || !has_suffix(file, ".safetensors"))
             return g4_fail(err, "%s: weight_map: %s: expected the name of a .safetensors file in the same directory, found %s", path, name.text,
                            show_value(j, i).text);
@@ -1473,8 +1491,11 @@ static int add_mapped_files(g4_checkpoint *k, const g4_json *j, uint32_t map, ui
         for (; i < n && !strcmp(g4_json_string(j, entry[i]), file); i++, t++) {
             const char *mapped = j->text + j->nodes[entry[i]].key, *stored = t < (uint32_t)st->n ? st->tensors[st_order(st)[t]].name : NULL;
             int order = stored ? strcmp(mapped, stored) : -1;
-            if (order < 0) return g4_fail(err, "%s: weight_map puts tensor %s into %s, but that file does not hold it", path, show(mapped).text, file);
-            if (order > 0) return g4_fail(err, "%s/%s: holds tensor %s, which weight_map in %s does not put there", directory, file, show(stored).text, path);
+            if (order < 0)
+                return g4_fail(err, "%s: weight_map puts tensor %s into %s, but that file does not hold it", path, show(mapped).text, file);
+            if (order > 0)
+                return g4_fail(err, "%s/%s: holds tensor %s, which weight_map in %s does not put there", directory, file, show(stored).text,
+                               path);
         }
         if (t < (uint32_t)st->n)
             return g4_fail(err, "%s/%s: holds tensor %s, which weight_map in %s does not put there", directory, file,
@@ -1492,7 +1513,8 @@ static int add_indexed_files(g4_checkpoint *k, const char *directory, const char
     if (failed) return -1;
     uint32_t map = g4_json_get(&j, 0, "weight_map");
     if (!map || j.nodes[map].kind != G4_JSON_OBJECT || !j.nodes[map].size) {
-        failed = g4_fail(err, "%s: weight_map: expected an object of tensor names and their files, found %s", path, map ? show_value(&j, map).text : "none");
+        failed = g4_fail(err, "%s: weight_map: expected an object of tensor names and their files, found %s", path,
+                         map ? show_value(&j, map).text : "none");
     } else {
         uint32_t *entry = malloc(j.nodes[map].size * sizeof *entry);
         failed = entry ? add_mapped_files(k, &j, map, entry, directory, path, options, err) : g4_fail(err, "%s: out of memory", path);
@@ -1525,7 +1547,8 @@ static void look_at_name(void *user, const char *name) {
     listing *l = user;
     size_t n = strlen(name);
     if (n >= sizeof l->name) return;
-    if (has_suffix(name, ".gguf") || has_suffix(name, ".bin") || has_suffix(name, ".pt") || has_suffix(name, ".pth")) memcpy(l->other, name, n + 1);
+    if (has_suffix(name, ".gguf") || has_suffix(name, ".bin") || has_suffix(name, ".pt") || has_suffix(name, ".pth"))
+        memcpy(l->other, name, n + 1);
     if (!has_suffix(name, ".safetensors")) return;
     int shard = shard_total(name) > 0;
     if (shard || !l->shards) memcpy(l->name, name, n + 1);
@@ -1550,8 +1573,9 @@ static int add_listed_files(g4_checkpoint *k, const char *directory, const g4_op
     }
     if (l.n == 1) return add_file(k, directory, l.name, options, err);
     if (l.n > 1)
-        return g4_fail(err, "%s: holds %d .safetensors files, but neither model.safetensors nor model.safetensors.index.json to say which are the weights",
-                       directory, l.n);
+        return g4_fail(
+            err, "%s: holds %d .safetensors files, but neither model.safetensors nor model.safetensors.index.json to say which are the weights",
+            directory, l.n);
     return g4_fail(err, "%s: no weights: expected model.safetensors, or model.safetensors.index.json and its files, found %s", directory,
                    *l.other ? l.other : "neither");
 }
@@ -1633,17 +1657,24 @@ static void bind(binder *b, g4_tensor *t, const char *name, int64_t d0, int64_t 
     }
     const g4_st_tensor *st = b->k->tensors[i];
     if (st->rank != rank || memcmp(st->shape, expected, (size_t)rank * sizeof expected[0])) {
-        b->failed = g4_fail(b->err, "%s: tensor %s: expected the shape %s by config.json, found %s", file_of(b->k, st), full, show_shape(rank, expected).text,
-                            show_shape(st->rank, st->shape).text);
+        b->failed = g4_fail(b->err, "%s: tensor %s: expected the shape %s by config.json, found %s", file_of(b->k, st), full,
+                            show_shape(rank, expected).text, show_shape(st->rank, st->shape).text);
         return;
     }
     while (type < G4_N_TYPES && strcmp(types[type], st->dtype)) type++;
     if (type == G4_N_TYPES) {
-        b->failed = g4_fail(b->err, "%s: tensor %s: expected BF16, F16 or F32, found %s; convert the checkpoint", file_of(b->k, st), full, st->dtype);
+        b->failed =
+            g4_fail(b->err, "%s: tensor %s: expected BF16, F16 or F32, found %s; convert the checkpoint", file_of(b->k, st), full, st->dtype);
         return;
     }
     b->k->use[i] = READ;
-    *t = (g4_tensor){.data = st->data, .type = (g4_dtype)type, .rows = rank == 1 ? 1 : rank == 2 ? d0 : d0 * d1, .cols = expected[rank - 1], .name = st->name};
+    *t = (g4_tensor){.data = st->data,
+                     .type = (g4_dtype)type,
+                     .rows = rank == 1   ? 1
+                             : rank == 2 ? d0
+                                         : d0 * d1,
+                     .cols = expected[rank - 1],
+                     .name = st->name};
 }
 
 static void bind_layer(binder *b, const g4_config *c, int i, g4_layer *l) {
@@ -1745,7 +1776,9 @@ static int bind_model(g4_model *m, const char *directory, const g4_options *opti
         if (find_tensor(k, name) < k->n) break;
     }
     if (which == 3)
-        return g4_fail(err, "%s: no tensor embed_tokens.weight under any of the prefixes model.language_model., model., language_model.model.; the first of %u tensors is %s",
+        return g4_fail(err,
+                       "%s: no tensor embed_tokens.weight under any of the prefixes model.language_model., model., language_model.model.; the "
+                       "first of %u tensors is %s",
                        directory, (unsigned)k->n, k->n ? show(k->tensors[0]->name).text : "absent");
     b.prefix = prefixes[which];
     m->layers = calloc((size_t)c->num_hidden_layers, sizeof *m->layers);
@@ -1760,7 +1793,9 @@ static int bind_model(g4_model *m, const char *directory, const g4_options *opti
     bind(&b, &m->norm, "norm.weight", D, 0, 0);
     for (int i = 0; i < c->num_hidden_layers; i++) bind_layer(&b, c, i, &m->layers[i]);
     if (!b.failed && b.n_missing)
-        return g4_fail(err, b.n_missing > 1 ? "%s: tensor %s is missing, and %d more that config.json asks for" : "%s: tensor %s is missing; config.json asks for it",
+        return g4_fail(err,
+                       b.n_missing > 1 ? "%s: tensor %s is missing, and %d more that config.json asks for"
+                                       : "%s: tensor %s is missing; config.json asks for it",
                        directory, b.missing, b.n_missing - 1);
     bind_lm_head(&b, m, options);
     if (b.failed) return -1;
@@ -1770,8 +1805,8 @@ static int bind_model(g4_model *m, const char *directory, const g4_options *opti
         k->ignored[k->n_ignored++] = k->tensors[i]->name;
         if (k->use[i] == DEAD || is_other_modality(k->tensors[i]->name)) continue;
         if (unknown++ < NAMED)
-            warn(options, "%s: tensor %s %s is no part of the text model that config.json describes; it is not read", file_of(k, k->tensors[i]), show(k->tensors[i]->name).text,
-                 show_shape(k->tensors[i]->rank, k->tensors[i]->shape).text);
+            warn(options, "%s: tensor %s %s is no part of the text model that config.json describes; it is not read", file_of(k, k->tensors[i]),
+                 show(k->tensors[i]->name).text, show_shape(k->tensors[i]->rank, k->tensors[i]->shape).text);
     }
     if (unknown > NAMED) warn(options, "%s: %d more tensors are not read", directory, unknown - NAMED);
     return 0;

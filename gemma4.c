@@ -88,6 +88,10 @@ static double log_double(double x) {
     return e * 0x1.62e42fee00000p-1 + (e * 0x1.a39ef35793c76p-33 + 2 * s * (1 + sum));
 }
 
+double g4_exp(double x) { return x != x ? x : x < -700 ? 0 : x > 700 ? HUGE_VAL : exp_double(x); }
+
+double g4_log(double x) { return log_double(x); }
+
 /* 0.5 ulp; results below the smallest subnormal are 0, above FLT_MAX infinity. */
 float g4_expf(float x) {
     if (!(x > -110)) return x != x ? x : 0;
@@ -938,7 +942,7 @@ const g4_state_options *g4_state_get_options(const g4_state *s) { return &s->opt
 
 /* Every backend compiled in; the first that can run here is the default. */
 static const g4_backend *const registry[] = {
-    &g4_backend_scalar,
+    &g4_backend_cpu, &g4_backend_scalar,
 };
 
 const char *g4_backend_name(int i, const char **why) {

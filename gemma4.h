@@ -37,6 +37,16 @@
 #define G4_API __attribute__((visibility("default")))
 #endif
 
+/* Positions of a function's format and of its first argument. On Windows "printf" would mean Microsoft's, which has no %zu; gcc needs the other
+ * name, clang has only this one. */
+#if defined(__MINGW32__) && !defined(__clang__)
+#define G4_PRINTF(format_at, first) __attribute__((format(gnu_printf, format_at, first)))
+#elif defined(__GNUC__)
+#define G4_PRINTF(format_at, first) __attribute__((format(printf, format_at, first)))
+#else
+#define G4_PRINTF(format_at, first)
+#endif
+
 #ifdef G4_EXACT_FLOAT
 /* For the files whose float arithmetic must give the same bits everywhere: no a * b + c in one rounding, whatever flags the file is
  * built with (gcc ignores the standard pragma), and no wider intermediate results. g4_open checks that the compiler obeyed. */
@@ -330,11 +340,7 @@ static inline const char *g4_json_string(const g4_json *j, uint32_t node) { retu
 
 /* -- gemma4.c -- */
 
-int g4_fail(g4_error *err, const char *format, ...) /* fills err (which may be NULL) and returns -1 */
-#ifdef __GNUC__
-    __attribute__((format(printf, 2, 3)))
-#endif
-    ;
+G4_PRINTF(2, 3) int g4_fail(g4_error *err, const char *format, ...); /* fills err (which may be NULL) and returns -1 */
 
 /* Elementwise functions, the same bits everywhere; errors in ulp stand beside them in gemma4.c. */
 float g4_expf(float x);
@@ -343,6 +349,10 @@ void g4_sincosf(float x, float *sin_x, float *cos_x);
 float g4_powf(float base, float exponent); /* base > 0 */
 float g4_logf(float x);                    /* x > 0 */
 float g4_gelu_tanh(float x);
+/* For what is computed from logits (sampler.c, `score`): relative error below 1e-14. */
+double g4_exp(double x);
+double g4_log(double x); /* normal x > 0 */
+double g4_log_sum_exp(const float *x, int n); /* sampler.c */
 float g4_bf16_round(float x);              /* to the nearest bfloat16, ties to even */
 
 /* One layer's K/V cache. Position p of sequence s lies in row p % R. Sliding layers: R = min(ctx, W - 1 + chunk), a ring; full ones: R = ctx. */
@@ -445,7 +455,8 @@ struct g4_backend {
     void (*softcap)(const g4_run *, float *y, size_t n, float c);
 };
 
-extern const g4_backend g4_backend_scalar; /* gemma4.c */
+extern const g4_backend g4_backend_scalar; /* gemma4.c: the oracle */
+extern const g4_backend g4_backend_cpu;    /* backend_cpu.c: the same bits, faster */
 
 #ifdef __cplusplus
 }

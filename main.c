@@ -17,28 +17,15 @@
 #include <errno.h>
 #include <limits.h>
 #include <math.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-/* In sampler.c: the same bits everywhere. */
-double g4_exp(double x);
-double g4_log_sum_exp(const float *x, int n);
-
 /* ---- Messages and results ------------------------------------------------------------------------------------------------ */
 
 static int quiet; /* -q */
-
-#ifdef __MINGW_PRINTF_FORMAT
-#define PRINTF_LIKE(format_at, args_at) __attribute__((format(__MINGW_PRINTF_FORMAT, format_at, args_at)))
-#elif defined(__GNUC__)
-#define PRINTF_LIKE(format_at, args_at) __attribute__((format(printf, format_at, args_at)))
-#else
-#define PRINTF_LIKE(format_at, args_at)
-#endif
 
 /* One line on stderr: what a file or an argument smuggled in cannot make it two. */
 static void print_line(const char *prefix, const char *format, va_list args) {
@@ -49,7 +36,7 @@ static void print_line(const char *prefix, const char *format, va_list args) {
     fprintf(stderr, "%s%s\n", prefix, text);
 }
 
-PRINTF_LIKE(1, 2)
+G4_PRINTF(1, 2)
 static _Noreturn void fatal(const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -59,7 +46,7 @@ static _Noreturn void fatal(const char *format, ...) {
     exit(2);
 }
 
-PRINTF_LIKE(1, 2)
+G4_PRINTF(1, 2)
 static void note(const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -171,6 +158,9 @@ static void prepare_system(int *argc, char ***argv) {
 #else
 #include <fcntl.h>
 #include <unistd.h>
+#ifndef __wasi__ /* has no signals */
+#include <signal.h>
+#endif
 #ifdef __APPLE__
 int _NSGetExecutablePath(char *path, uint32_t *size); /* mach-o/dyld.h, which clashes with strict POSIX */
 #endif

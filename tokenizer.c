@@ -245,7 +245,8 @@ static int tables_open(builder *b, int64_t n_ids, size_t n_pieces, size_t bytes,
         for (int k = 0; k < 2; k++) t->added[k].id = calloc(n_added + 1, sizeof *t->added[k].id);
     }
     if (!t || !t->pieces || !t->at || !t->piece_slots || !t->merges || !t->chars || !t->joins || !t->added[0].id || !t->added[1].id)
-        return g4_fail(b->err, "%s: out of memory for a vocabulary of %zu pieces (%zu bytes) and %zu merges", b->path, n_pieces, bytes, n_merges);
+        return g4_fail(b->err, "%s: out of memory for a vocabulary of %lld pieces (%lld bytes) and %lld merges", b->path, (long long)n_pieces,
+            (long long)bytes, (long long)n_merges);
     for (uint32_t i = 0; i < t->n_merge_slots; i++) t->merges[i].left = -1;
     memset(t->chars[0], 0xff, sizeof t->chars[0]);
     return 0;
@@ -319,10 +320,12 @@ static int32_t find_result(const g4_tokenizer *t, const merge_text *m, int32_t l
 }
 
 static int bad_merge(const builder *b, int32_t rank, const merge_text *m, const char *fault) {
-    return g4_fail(b->err, "%s: merge %d, %s + %s, %s", b->path, (int)rank, show(m->left, m->n_left).text, show(m->right, m->n_right).text, fault);
+    return g4_fail(b->err, "%s: merge %d, %s + %s, %s", b->path, (int)rank, show(m->left, m->n_left).text, show(m->right, m->n_right).text,
+        fault);
 }
 
-/* n merges of rank, rank + 1, ... at once: nearly every look-up misses the processor's caches, so each step asks for the memory of the next. */
+/* n merges of rank, rank + 1, ... at once: nearly every look-up misses the processor's caches, so each step asks for the memory of the
+ * next. */
 static int add_merges(builder *b, int32_t rank, merge_text *texts, int n) {
     g4_tokenizer *t = b->tok;
     merge_text *end = texts + n;
@@ -339,7 +342,7 @@ static int add_merges(builder *b, int32_t rank, merge_text *texts, int n) {
     for (merge_text *m = texts; m < end; m++) {
         int32_t left = slot_id(t, find_hashed(t, m->left_hash, m->left, m->n_left, "", 0));
         int32_t right = slot_id(t, find_hashed(t, m->right_hash, m->right, m->n_right, "", 0));
-        int32_t result = b->last_result = find_result(t, m, b->last_result < 0 ? 0 : b->last_result);
+        int32_t result = b->last_result = find_result(t, m, b->last_result);
         const char *fault = !m->n_left || !m->n_right ? "has an empty part" : left < 0 ? "has a left part that the vocabulary lacks"
             : right < 0 ? "has a right part that the vocabulary lacks" : result < 0 ? "gives a piece that the vocabulary lacks"
             : byte_of(m->left, m->n_left) >= 0 || byte_of(m->right, m->n_right) >= 0 ? "joins a byte token, which is not supported" : NULL;
@@ -350,7 +353,7 @@ static int add_merges(builder *b, int32_t rank, merge_text *texts, int n) {
     for (merge_text *m = texts; m < end; m++) {
         merge *slot = merge_slot(t, m->found.left, m->found.right);
         if (!slot || slot->left >= 0)
-            return bad_merge(b, m->found.rank, m, slot ? "is there twice" : "is one of thousands that share one hash; this is no honest merge list");
+            return bad_merge(b, m->found.rank, m, slot ? "is there twice" : "is one of thousands that share one hash: no honest merge list");
         *slot = m->found;
 
         const unsigned char *left = (const unsigned char *)m->left, *right = (const unsigned char *)m->right, *p = left + m->n_left - 1;
@@ -371,20 +374,22 @@ static int holds_space(const char *s, size_t n) {
 }
 
 /* index: of the entry in the file, for messages. An added token may also be a piece of the vocabulary, then with the same id. */
-static int add_token(builder *b, size_t index, int32_t id, const char *s, size_t n, int special, int normalized) {
+static int add_token(builder *b, int index, int32_t id, const char *s, size_t n, int special, int normalized) {
     g4_tokenizer *t = b->tok;
     int32_t known = piece_id(t, s, n);
     added_set *set = &t->added[normalized != 0];
-    if (n == 0) return g4_fail(b->err, "%s: added token %zu has no text", b->path, index);
+    if (n == 0) return g4_fail(b->err, "%s: added token %d has no text", b->path, index);
     if (n > MAX_ADDED_BYTES)
-        return g4_fail(b->err, "%s: added token %zu, %s, has %zu bytes; at most %d are supported", b->path, index, show(s, n).text, n, MAX_ADDED_BYTES);
+        return g4_fail(b->err, "%s: added token %d, %s, has %lld bytes; at most %d are supported", b->path, index, show(s, n).text, (long long)n,
+            MAX_ADDED_BYTES);
     if (known >= 0 && known != id)
-        return g4_fail(b->err, "%s: added token %zu, %s, has id %d, but the vocabulary has it as %d", b->path, index, show(s, n).text, (int)id, (int)known);
+        return g4_fail(b->err, "%s: added token %d, %s, has id %d, but the vocabulary has it as %d", b->path, index, show(s, n).text, (int)id,
+            (int)known);
     if (known < 0 && add_piece(b, id, s, n)) return -1;
     /* In the normalized text a space is U+2581, so a token with one would match where it does not stand in the text. */
     if (normalized && holds_space(s, n))
-        return g4_fail(b->err, "%s: added token %zu, %s, is matched after normalization (\"normalized\": true) and holds a space; that is not supported",
-            b->path, index, show(s, n).text);
+        return g4_fail(b->err, "%s: added token %d, %s, holds a space and is \"normalized\": true, which is not supported", b->path, index,
+            show(s, n).text);
     piece_of(t, id)->special = special != 0;
     set->id[set->n++] = id;
     set->begins[(unsigned char)s[0]] = 1;
@@ -485,8 +490,9 @@ static int is_replace(const g4_json *j, uint32_t node, const char *from, const c
         && is_string(j, member(j, node, "content"), to);
 }
 
-/* Everything but the vocabulary. truncation and padding are for batches and transformers sets them anew in each call; post_processor adds
- * tokens around a text, and g4_encode adds none: these three are not read. */
+/* Everything but the vocabulary. truncation and padding are for batches, and transformers sets them anew in each call; post_processor adds
+ * tokens around a text, and g4_encode adds none; unk_token and fuse_unk are for characters without byte tokens, and there are none: all
+ * these are not read. */
 static int check_components(const builder *b, const g4_json *j) {
     uint32_t normalizer = g4_json_get(j, 0, "normalizer"), split = g4_json_get(j, 0, "pre_tokenizer");
     uint32_t decoder = g4_json_get(j, 0, "decoder"), model = g4_json_get(j, 0, "model");
@@ -504,7 +510,8 @@ static int check_components(const builder *b, const g4_json *j) {
 
     const char *const steps[] = {"Replace", "ByteFallback", "Fuse"};
     uint32_t list = member(j, decoder, "decoders"), step = is_kind(j, list, G4_JSON_ARRAY) ? j->nodes[list].first : 0;
-    if (!is_string(j, member(j, decoder, "type"), "Sequence")) return refuse(b, j, "decoder", decoder, "a \"Sequence\" of Replace, ByteFallback, Fuse");
+    if (!is_string(j, member(j, decoder, "type"), "Sequence"))
+        return refuse(b, j, "decoder", decoder, "a \"Sequence\" of Replace, ByteFallback, Fuse");
     for (int i = 0; i < 3; i++, step = step ? j->nodes[step].next : 0) {
         snprintf(name, sizeof name, "decoder.decoders[%d]", i);
         if (i == 0 && !is_replace(j, step, "\xe2\x96\x81", " ")) return refuse(b, j, name, step, "\"Replace\" of U+2581 by \" \"");
@@ -531,11 +538,13 @@ static int read_merge(const builder *b, const g4_json *j, uint32_t node, int32_t
         const char *space = memchr(s, ' ', m->size);
         size_t n_left = space ? (size_t)(space - s) : 0, n_right = space ? m->size - n_left - 1 : 0;
         if (!space || memchr(space + 1, ' ', n_right))
-            return g4_fail(b->err, "%s: model.merges[%d]: expected two pieces and one space between them, found %s", b->path, (int)rank, show(s, m->size).text);
+            return g4_fail(b->err, "%s: model.merges[%d]: expected two pieces and one space between them, found %s", b->path, (int)rank,
+                show(s, m->size).text);
         *text = (merge_text){.left = s, .n_left = n_left, .right = space + 1, .n_right = n_right};
         return 0;
     }
-    const g4_json_node *left = m->kind == G4_JSON_ARRAY && m->size == 2 ? &j->nodes[m->first] : NULL, *right = left ? &j->nodes[left->next] : NULL;
+    const g4_json_node *left = m->kind == G4_JSON_ARRAY && m->size == 2 ? &j->nodes[m->first] : NULL;
+    const g4_json_node *right = left ? &j->nodes[left->next] : NULL;
     if (!left || left->kind != G4_JSON_STRING || right->kind != G4_JSON_STRING)
         return g4_fail(b->err, "%s: model.merges[%d]: expected \"a b\" or [\"a\", \"b\"], found %s", b->path, (int)rank,
             m->kind == G4_JSON_ARRAY ? "another array" : component(j, node).text);
@@ -544,13 +553,13 @@ static int read_merge(const builder *b, const g4_json *j, uint32_t node, int32_t
 }
 
 /* One entry of added_tokens. What would make it match elsewhere is refused. */
-static int read_added_token(builder *b, const g4_json *j, uint32_t node, size_t index) {
+static int read_added_token(builder *b, const g4_json *j, uint32_t node, int index) {
     static const char *const off[] = {"single_word", "lstrip", "rstrip"};
     uint32_t content = member(j, node, "content");
     int64_t id;
     for (size_t i = 0; i < sizeof off / sizeof off[0]; i++)
         if (!is_off(j, member(j, node, off[i])))
-            return g4_fail(b->err, "%s: added_tokens[%zu], %s, has \"%s\": true, which is not supported", b->path, index,
+            return g4_fail(b->err, "%s: added_tokens[%d], %s, has \"%s\": true, which is not supported", b->path, index,
                 show(g4_json_string(j, content), j->nodes[content].size).text, off[i]);
     g4_json_int(j, member(j, node, "id"), &id); /* count_ids has seen it */
     return add_token(b, index, (int32_t)id, g4_json_string(j, content), j->nodes[content].size, !is_off(j, member(j, node, "special")),
@@ -559,7 +568,7 @@ static int read_added_token(builder *b, const g4_json *j, uint32_t node, size_t 
 
 /* Checks all ids, and gives the sizes that tables_open needs. */
 static int count_ids(const builder *b, const g4_json *j, uint32_t vocab, uint32_t added, int64_t *n_ids, size_t *n_pieces, size_t *bytes) {
-    size_t index = 0;
+    int index = 0;
     int64_t id;
     *n_ids = 1;
     *n_pieces = *bytes = 0;
@@ -573,9 +582,9 @@ static int count_ids(const builder *b, const g4_json *j, uint32_t vocab, uint32_
     }
     for (uint32_t i = added ? j->nodes[added].first : 0; i; i = j->nodes[i].next, index++, (*n_pieces)++) {
         uint32_t content = member(j, i, "content");
-        if (!is_kind(j, content, G4_JSON_STRING)) return g4_fail(b->err, "%s: added_tokens[%zu] has no text in \"content\"", b->path, index);
+        if (!is_kind(j, content, G4_JSON_STRING)) return g4_fail(b->err, "%s: added_tokens[%d] has no text in \"content\"", b->path, index);
         if (g4_json_int(j, member(j, i, "id"), &id) || id < 0 || id > MAX_ID)
-            return g4_fail(b->err, "%s: added_tokens[%zu], %s: expected an \"id\" in 0 .. %d", b->path, index,
+            return g4_fail(b->err, "%s: added_tokens[%d], %s: expected an \"id\" in 0 .. %d", b->path, index,
                 show(g4_json_string(j, content), j->nodes[content].size).text, MAX_ID);
         if (id >= *n_ids) *n_ids = id + 1;
         *bytes += piece_bytes(j->nodes[content].size);
@@ -588,9 +597,9 @@ static int read_json(builder *b, const g4_json *j) {
     uint32_t model = g4_json_get(j, 0, "model"), vocab = member(j, model, "vocab"), merges = member(j, model, "merges");
     uint32_t added = g4_json_get(j, 0, "added_tokens");
     int64_t n_ids, id;
-    size_t n_pieces, bytes, index = 0;
+    size_t n_pieces, bytes;
     int32_t rank = 0;
-    int n;
+    int n, index = 0;
     merge_text batch[MERGE_BATCH];
 
     if (!is_kind(j, vocab, G4_JSON_OBJECT)) return refuse(b, j, "model.vocab", vocab, "an object");
@@ -686,8 +695,8 @@ typedef struct encoder {
     size_t n_ids, ids_capacity;
     uint32_t *symbols;        /* [n_symbols] of the block: ids, with CUT */
     size_t n_symbols, symbols_capacity;
-    cached *cache;            /* [cache_mask + 1] */
-    uint32_t cache_mask;
+    cached *cache;            /* [cache_size] */
+    uint32_t cache_size;
     symbol *window;           /* [window_capacity] */
     uint64_t *heap;           /* [3 * window_capacity] rank << 32 | place in window: the lowest rank first, leftmost on ties */
     int32_t *token;           /* [n_tokens] what the window was merged into, and where each begins */
@@ -708,7 +717,9 @@ static void *reserve(void *p, size_t *capacity, size_t n, size_t size) {
     return grown;
 }
 
-static int no_memory(const encoder *e) { return g4_fail(e->err, "out of memory while encoding a text; %zu ids were made so far", e->n_ids); }
+static int no_memory(const encoder *e) {
+    return g4_fail(e->err, "out of memory while encoding a text; %lld ids were made so far", (long long)e->n_ids);
+}
 
 static int reserve_ids(encoder *e, size_t more) {
     int32_t *ids = reserve(e->ids, &e->ids_capacity, e->n_ids + more, sizeof *e->ids);
@@ -724,7 +735,7 @@ static int read_block(encoder *e, const unsigned char **p, const unsigned char *
     uint32_t before = nothing;
     size_t n = 0;
     while (*p < end) {
-        uint32_t c;
+        uint32_t c = 0;
         int step = utf8_decode(*p, end, &c);
         if (!step) {
             c = REPLACEMENT;
@@ -735,7 +746,8 @@ static int read_block(encoder *e, const unsigned char **p, const unsigned char *
         int cut = before == nothing || id < 0 || !joins(t, before, c);
         if (cut && n >= BLOCK) break;
         if (n + 4 > e->symbols_capacity) {
-            uint32_t *symbols = n >= CUT / 4 ? NULL : reserve(e->symbols, &e->symbols_capacity, n + 4, sizeof *symbols);
+            size_t wanted = n ? n + 4 : (size_t)(end - *p) < BLOCK ? (size_t)(end - *p) + 4 : BLOCK + 4;
+            uint32_t *symbols = n >= CUT / 4 ? NULL : reserve(e->symbols, &e->symbols_capacity, wanted, sizeof *symbols);
             if (!symbols) return no_memory(e);
             e->symbols = symbols;
         }
@@ -866,17 +878,17 @@ static int encode_long_stretch(encoder *e, const uint32_t *symbols, uint32_t n) 
 
 /* The block's symbols to ids, one stretch between cuts after the other. Short ones are mostly words, and come again. */
 static int encode_block(encoder *e) {
-    uint32_t n = (uint32_t)e->n_symbols, wanted = 16;
+    uint32_t n = (uint32_t)e->n_symbols, used = 16; /* entries of the cache: a short block between two added tokens must not clear them all */
     size_t base = e->n_ids;
     if (reserve_ids(e, n)) return -1;
-    while (wanted < CACHE_SIZE && wanted < n / 4) wanted *= 2;
-    if (!e->cache || wanted > e->cache_mask + 1) {
-        free(e->cache);
-        e->cache = malloc(wanted * sizeof *e->cache);
-        if (!e->cache) return no_memory(e);
-        e->cache_mask = wanted - 1;
+    while (used < CACHE_SIZE && used < n / 4) used *= 2;
+    if (used > e->cache_size) {
+        cached *cache = realloc(e->cache, used * sizeof *cache);
+        if (!cache) return no_memory(e);
+        e->cache = cache;
+        e->cache_size = used;
     }
-    memset(e->cache, 0, (e->cache_mask + 1) * sizeof *e->cache);
+    memset(e->cache, 0, used * sizeof *e->cache);
     e->n_last = 0;
     for (uint32_t i = 0, next; i < n; i = next) {
         uint32_t *s = e->symbols + i, length;
@@ -891,7 +903,7 @@ static int encode_block(encoder *e) {
             if (encode_long_stretch(e, s, length)) return -1;
             continue;
         }
-        cached *c = &e->cache[mix(hash) & e->cache_mask];
+        cached *c = &e->cache[mix(hash) & (used - 1)];
         if (c->n != length || c->hash != (uint32_t)hash || memcmp(e->symbols + c->at, s, length * sizeof *s)) {
             if (merge_window(e, s, length)) return -1;
             *c = (cached){(uint32_t)hash, i, (uint32_t)(e->n_ids - base), (uint16_t)length, (uint16_t)e->n_tokens};
@@ -1005,7 +1017,7 @@ void g4_decoder_close(g4_decoder *d) {
 /* Gives the run as text, followed by the piece. */
 static int give(g4_decoder *d, const char *s, size_t size, const char **text, size_t *n, g4_error *err) {
     char *o = d->n_run > SIZE_MAX / 4 ? NULL : reserve(d->text, &d->text_capacity, 3 * d->n_run + size + 1, 1);
-    if (!o) return g4_fail(err, "out of memory while decoding (a run of %zu byte tokens)", d->n_run);
+    if (!o) return g4_fail(err, "out of memory while decoding (a run of %lld byte tokens)", (long long)d->n_run);
     d->text = o;
     if (d->n_run && utf8_valid((const char *)d->run, d->n_run)) {
         memcpy(o, d->run, d->n_run);
@@ -1035,7 +1047,7 @@ int g4_decode_push(g4_decoder *d, int32_t id, const char **text, size_t *n, g4_e
     if ((d->flags & G4_SKIP_SPECIAL) && piece_of(d->tok, id)->special) return 0;
     if (byte < 0) return give(d, s, size, text, n, err);
     unsigned char *run = reserve(d->run, &d->run_capacity, d->n_run + 1, 1);
-    if (!run) return g4_fail(err, "out of memory while decoding (a run of %zu byte tokens)", d->n_run);
+    if (!run) return g4_fail(err, "out of memory while decoding (a run of %lld byte tokens)", (long long)d->n_run);
     d->run = run;
     run[d->n_run++] = (unsigned char)byte;
     return 0;

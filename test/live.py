@@ -9,10 +9,11 @@ of the prompt, the window, eps and the softcap shaken too. Then, for each model:
     run        16 greedy ids, equal
     logits     the bits of trace; hash: their FNV-1a, for every exact backend, several --threads and --chunk
     score      the log-probabilities, against log_softmax
-    bf16       RMS(ours - transformers' bf16) / RMS(transformers' bf16 - its f32): median <= 0.1, none above 1
+    bf16       RMS(ours - transformers' bf16) / RMS(transformers' bf16 - its f32): median <= 0.1, none above 1;
+               a model large enough for one flipped rounding to decide it (transformers with other kernels does) is not judged
 
-and once: stop ids and suppress_tokens against generate(), tokenize and detokenize against tokenizers (models/austen, and the
-real vocabulary when SHARED is set), and $SHARED/fixtures/micro-*. It is not a test of the command line's messages.
+and once: models/austen and $SHARED/fixtures/micro-* in the same way; stop ids and suppress_tokens against generate();
+tokenize and detokenize against tokenizers (models/austen, and the real vocabulary when SHARED is set). It is not a test of the command line's messages.
 
 Reading order: check_model, check_tokenizer, main. Last line: `live: N passed, N failed, N skipped`.
 """
@@ -28,7 +29,8 @@ import time
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, os.path.join(ROOT, "reference"))
-BF16_MEDIAN, BF16_WORST = 0.1, 1.0
+AUSTEN = os.path.abspath(os.path.join(ROOT, "models", "austen"))
+BF16_MEDIAN, BF16_WORST, BF16_OWN = 0.1, 1.0, 0.5
 
 
 class Report:
@@ -71,8 +73,8 @@ class Gemma4:
         except (OSError, subprocess.TimeoutExpired) as e:
             report.check(False, f"{' '.join(args)}: {e}")
             return None
-        good = done.returncode == 0
-        return done.stdout if report.check(good, f"{' '.join(args)}: status {done.returncode}: {done.stderr.decode(errors='replace').strip()}") else None
+        said = done.stderr.decode(errors="replace").strip()
+        return done.stdout if report.check(done.returncode == 0, f"{' '.join(args)}: status {done.returncode}: {said}") else None
 
     def exact_backends(self):
         """The compiled-in ones that can run here and must give the oracle's bits."""
@@ -111,13 +113,13 @@ def compare_traces(label, ours, theirs, noise):
         if not report.check(a.shape == b.shape, f"{what}: shape {list(a.shape)}, expected {list(b.shape)}"):
             continue
         if name == "ids" or name.endswith("router_index"):
-            report.check(bool((a == b).all()), f"{what}: other integers, first {a.flatten()[:8].tolist()}, expected {b.flatten()[:8].tolist()}")
+            report.check(bool((a == b).all()), f"{what}: other integers, {int((a != b).sum())} of {a.numel()}")
             continue
         worst, bar = (a - b).abs().max().item(), factor * max(1.0, b.abs().max().item())
         report.check(worst <= bar, f"{what}: max abs {worst:.3g}, bar {bar:.3g} (noise {noise:.3g})")
 
 
-def check_model(gemma4, label, path, ids, greedy, noise, logits_bf16, scratch, ratios):
+def check_model(gemma4, label, path, ids, greedy, noise, scratch, ratios):
     """All that is compared on one checkpoint directory."""
     import torch
     from safetensors.torch import load_file
@@ -162,17 +164,25 @@ def check_model(gemma4, label, path, ids, greedy, noise, logits_bf16, scratch, r
         def rms(x):
             return x.double().pow(2).mean().sqrt().item()
 
-        ratio = rms(load_file(again)["logits"] - logits_bf16) / rms(logits_bf16 - theirs["logits"])
-        ratios[label] = ratio
-        report.check(ratio <= BF16_WORST, f"{label}: --precision bf16: ratio {ratio:.3g}, bar {BF16_WORST}")
+        half = reference.load(path, torch.bfloat16)
+        logits_bf16 = reference.trace(half, ids)["logits"]
+        with torch.backends.mkldnn.flags(enabled=False):  # the same model by torch's other kernels
+            other = reference.trace(half, ids)["logits"]
+        scale = rms(logits_bf16 - theirs["logits"])
+        ratio, own = rms(load_file(again)["logits"] - logits_bf16) / scale, rms(other - logits_bf16) / scale
+        if own > BF16_OWN:
+            print(f"{label}: bf16 ratio {ratio:.3g} is not judged: transformers' own, between two sets of kernels, is {own:.3g}")
+        else:
+            ratios[label] = ratio
+            report.check(ratio <= BF16_WORST, f"{label}: --precision bf16: ratio {ratio:.3g}, bar {BF16_WORST}")
 
 
 def shaken(spec, draw):
     """A model of the same kind with other settings."""
     spec = dict(spec, config=dict(spec["config"]))
     config = spec["config"]
-    if spec["T"] > 1:
-        spec["T"] = draw.randint(2, 48)
+    if spec["T"] > 1:  # a router's choices are the more likely to hold a tie the more there are
+        spec["T"] = draw.randint(2, 20 if config.get("enable_moe_block") else 48)
     if config.get("sliding_window", 0) > 1 and draw.random() < 0.8:
         config["sliding_window"] = draw.randint(2, max(2, spec["T"] // 2))
     if "rms_norm_eps" in config:
@@ -180,6 +190,14 @@ def shaken(spec, draw):
     if config.get("final_logit_softcapping"):
         config["final_logit_softcapping"] = draw.uniform(3, 30)
     return spec
+
+
+def austen_prompt():
+    """About two windows of text that the shipped model knows the manner of."""
+    import tokenizers
+    text = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a wife.\n\n"
+    tokenizer = tokenizers.Tokenizer.from_file(os.path.join(AUSTEN, "tokenizer.json"))
+    return [tokenizer.token_to_id("<bos>")] + tokenizer.encode(text * 5, add_special_tokens=False).ids
 
 
 def check_generation(gemma4, path, ids):
@@ -197,7 +215,8 @@ def check_generation(gemma4, path, ids):
             json.dump(config, f)
         settings, prompt = transformers.GenerationConfig.from_pretrained(path), torch.tensor([ids])
         with torch.no_grad():  # a mask of its own, or generate() takes the id 0 in the prompt for padding
-            new = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, use_cache=False, generation_config=settings)[0, len(ids):].tolist()
+            new = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, use_cache=False,
+                                 generation_config=settings)[0, len(ids):].tolist()
         new = new[:-1] if new[-1] in stops else new
         out = gemma4("run", path, "--ids", comma(ids), "-n", 12, "--temp", 0)
         report.check(out is not None and out.split() == [b"%d" % i for i in new],
@@ -205,7 +224,7 @@ def check_generation(gemma4, path, ids):
 
 
 def check_tokenizer(gemma4, path, rows, draw):
-    """rows: {"text", "ids"} and perhaps "decoded", "decoded_skip", of the tokenizer.json at path."""
+    """rows: {"text", "ids"} or {"ids"}, and perhaps "decoded", "decoded_skip", of the tokenizer.json at path."""
     import tokenizers
     tokenizer = tokenizers.Tokenizer.from_file(path)
     folder = os.path.dirname(path)
@@ -215,41 +234,41 @@ def check_tokenizer(gemma4, path, rows, draw):
         out = gemma4(command, folder, "--jsonl", *options, stdin=lines)
         if out is None:
             return
+        report.check(all(b < 128 for b in out), f"{path}: {command} --jsonl writes bytes outside ASCII")
         found = [json.loads(line)[answer] for line in out.splitlines()]
         report.check(len(found) == len(values), f"{path}: {command} --jsonl: {len(found)} lines for {len(values)}")
-        report.check(all(b < 128 for b in out), f"{path}: {command} --jsonl writes bytes outside ASCII")
         for value, a, b in zip(values, found, expected):
             report.check(a == b, f"{path}: {command} {str(value)[:200]!r}: {str(a)[:200]!r}, expected {str(b)[:200]!r}")
 
-    batch("tokenize", "text", [r["text"] for r in rows], "ids", [r["ids"] for r in rows])
+    texts = [r for r in rows if "text" in r]
+    batch("tokenize", "text", [r["text"] for r in texts], "ids", [r["ids"] for r in texts])
     n = tokenizer.get_vocab_size()
-    byte = [i for i in (tokenizer.token_to_id(f"<0x{b:02X}>") for b in range(256)) if i is not None]
+    byte = [tokenizer.token_to_id(f"<0x{b:02X}>") for b in range(256)]
     sequences = [r["ids"] for r in rows] + [
-        [draw.choice(byte) if byte and draw.random() < share else draw.randrange(n) for _ in range(draw.randint(1, 12))]
+        [draw.choice(byte) if draw.random() < share else draw.randrange(n) for _ in range(draw.randint(1, 12))]
         for share in (0, 0.5, 0.9, 1) for _ in range(100)]
     for skip, option, key in ((False, [], "decoded"), (True, ["--skip-special"], "decoded_skip")):
         expected = [tokenizer.decode(ids, skip_special_tokens=skip) for ids in sequences]
         for row, text in zip(rows, expected):
-            if key in row:
-                assert row[key] == text, f"{key} of {row['text']!r} is not what tokenizers says now"
+            report.check(row.get(key, text) == text, f"{path}: {key} of {row['ids'][:40]} is not what tokenizers says now")
         batch("detokenize", "ids", sequences, "text", expected, *option)
 
 
-def tokenizer_rows(path, seed):
-    """Texts and ids from reference/tokenizer_strings.py."""
+def tokenizer_rows(path, seed, scratch):
+    """Texts with their ids from reference/tokenizer_strings.py."""
+    out = os.path.join(scratch, "strings.jsonl")
     script = os.path.join(ROOT, "reference", "tokenizer_strings.py")
-    if not os.path.exists(script):
-        report.skip(f"{path}: reference/tokenizer_strings.py is not there")
-        return []
-    done = subprocess.run([sys.executable, script, path, "--seed", str(seed)], capture_output=True)
+    done = subprocess.run([sys.executable, script, path, out, "--seed", str(seed), "--count", "3000"], capture_output=True)
     if not report.check(done.returncode == 0, f"tokenizer_strings.py {path}: {done.stderr.decode()[-500:]}"):
         return []
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    with open(out) as f:  # bytes that are not UTF-8 ("hex") cannot stand in JSON
+        return [row for row in map(json.loads, f) if "hex" not in row]
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    p.add_argument("names", nargs="*", metavar="NAME", help="kinds of model (make_fixtures.py), `shared`, `generate`, `tokenizers`; default: all")
+    p.add_argument("names", nargs="*", metavar="NAME",
+                   help="kinds of model (see make_fixtures.py), austen, shared, generate, tokenizers; default: all")
     p.add_argument("--seed", type=int, help="repeat a run; default: from the clock")
     p.add_argument("--gemma4", default=os.path.join(ROOT, "gemma4"), help="the program (default: the repository's)")
     args = p.parse_args()
@@ -257,7 +276,7 @@ def main():
     print(f"live: seed {seed} (test/live.py --seed {seed} repeats this run)", flush=True)
     try:
         import make_fixtures as fixtures
-        import torch  # noqa: F401
+        import trace as reference
         from safetensors import safe_open
         from safetensors.torch import load_file
     except ImportError as e:
@@ -268,8 +287,8 @@ def main():
         return report.done()
     fixtures.quiet()
     shared, ratios = os.environ.get("SHARED", ""), {}
-    if shared and not os.path.isdir(shared):
-        report.skip(f"SHARED={shared}: no such directory")
+    if not os.path.isdir(shared):
+        report.skip(f"SHARED={shared} is no directory: micro-* and the real tokenizer")
         shared = ""
 
     def wanted(name):
@@ -281,46 +300,40 @@ def main():
                 continue
             path = os.path.join(scratch, name)
             spec = shaken(spec, random.Random(f"{seed} {name}"))
-            used = fixtures.build(spec, path, 10_000 * (seed + 1) + 100 * k)
+            used = fixtures.build(spec, path, 20_000 * (seed + 1) + 500 * k)
             label = f"{name} (seed {used}, T {spec['T']}, window {spec['config'].get('sliding_window', 'default')})"
             expected = load_file(f"{path}/expected.safetensors")
             with safe_open(f"{path}/expected.safetensors", "pt") as f:
                 noise = float(f.metadata()["noise_f32"])
             if wanted(name):
-                check_model(gemma4, label, path, expected["ids"].tolist(), expected["greedy"].tolist(), noise,
-                            expected["logits_bf16"], scratch, ratios)
+                check_model(gemma4, label, path, expected["ids"].tolist(), expected["greedy"].tolist(), noise, scratch, ratios)
             if name == "26b-a4b" and wanted("generate"):
                 check_generation(gemma4, path, expected["ids"].tolist())
-        if not wanted("shared"):
-            pass
-        elif not shared:
-            report.skip("SHARED is not set: fixtures/micro-* and the real tokenizer")
-        else:
-            for name in sorted(os.listdir(f"{shared}/fixtures")):
-                path = f"{shared}/fixtures/{name}"
-                if not name.startswith("micro-"):
-                    continue
+        folders = [("austen", AUSTEN)] if wanted("austen") else []
+        if wanted("shared") and shared:
+            folders += [(f"shared {n}", f"{shared}/fixtures/{n}") for n in sorted(os.listdir(f"{shared}/fixtures")) if n[:6] == "micro-"]
+        for name, path in folders:
+            if name == "austen":
+                ids, greedy = austen_prompt(), None
+            else:
                 expected = load_file(f"{path}/expected.safetensors")
-                with safe_open(f"{path}/expected.safetensors", "pt") as f:
-                    noise = float(f.metadata()["noise_f32"])
-                check_model(gemma4, f"shared {name}", path, expected["ids"].tolist(), expected["greedy"].tolist(), noise,
-                            expected["logits_bf16"], scratch, ratios)
+                ids, greedy = expected["ids"].tolist(), expected["greedy"].tolist()
+            check_model(gemma4, name, path, ids, greedy, fixtures.noise_f32(reference.load(path), ids), scratch, ratios)
         if ratios:
-            median = statistics.median(ratios.values())
             print("bf16 ratios: " + ", ".join(f"{label.split(' (')[0]} {r:.3g}" for label, r in ratios.items()))
+        if len(ratios) >= 10:  # a median of few says little
+            median = statistics.median(ratios.values())
             report.check(median <= BF16_MEDIAN, f"--precision bf16: median ratio {median:.3g} over {len(ratios)} models, bar {BF16_MEDIAN}")
         if wanted("tokenizers"):
-            austen = os.path.abspath(os.path.join(ROOT, "models", "austen", "tokenizer.json"))
-            if os.path.exists(austen):
-                check_tokenizer(gemma4, austen, tokenizer_rows(austen, seed), random.Random(seed))
-            else:
-                report.skip(f"{austen}: not there")
+            path = os.path.join(AUSTEN, "tokenizer.json")
+            check_tokenizer(gemma4, path, tokenizer_rows(path, seed, scratch), random.Random(seed))
             if shared:
-                real = os.path.join(scratch, "real", "tokenizer.json")
-                os.mkdir(os.path.dirname(real))
-                subprocess.run([sys.executable, f"{shared}/tools/gemma4_tokenizer.py", real], check=True)
+                path = os.path.join(scratch, "real", "tokenizer.json")
+                os.mkdir(os.path.dirname(path))
+                subprocess.run([sys.executable, f"{shared}/tools/gemma4_tokenizer.py", path], check=True)
                 with open(f"{shared}/fixtures/tokens.jsonl") as f:
-                    check_tokenizer(gemma4, real, [json.loads(line) for line in f] + tokenizer_rows(real, seed), random.Random(seed))
+                    rows = [json.loads(line) for line in f]
+                check_tokenizer(gemma4, path, rows + tokenizer_rows(path, seed, scratch), random.Random(seed))
     return report.done()
 
 

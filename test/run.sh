@@ -1,6 +1,8 @@
 #!/bin/sh
 # run.sh GEMMA4 PROGRAM... - runs the test programs, each with the path of ./gemma4 as argument, and adds up their last lines. The exit status is 0 only if checks were made and none failed.
 # A program that dies, or ends without its line, is one failure.
+# threads that spin while they wait take the processor from whatever else this machine does
+export OMP_WAIT_POLICY=passive
 gemma4=$1 passed=0 failed=0 skipped=0
 shift
 out=$(mktemp) || exit 2

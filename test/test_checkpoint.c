@@ -97,7 +97,8 @@ static void files(void) {
     write_text("empty", "");
     for (int no_mmap = 0; no_mmap < 2; no_mmap++) {
         int failed = g4_file_open(&f, in_dir("five"), no_mmap, &err);
-        CHECK(!failed && f.size == 5 && !memcmp(f.data, "12345", 5) && f.mapped <= !no_mmap, "five bytes, no_mmap %d: %s", no_mmap, failed ? err.text : "other data");
+        CHECK(!failed && f.size == 5 && !memcmp(f.data, "12345", 5) && f.mapped <= !no_mmap, "five bytes, no_mmap %d: %s", no_mmap,
+              failed ? err.text : "other data");
         g4_file_close(&f);
         failed = g4_file_open(&f, in_dir("empty"), no_mmap, &err);
         CHECK(!failed && f.size == 0 && f.data, "an empty file, no_mmap %d: %s", no_mmap, failed ? err.text : "no data pointer");
@@ -170,39 +171,67 @@ static void safetensors(void) {
     for (int no_mmap = 0; no_mmap < 2; no_mmap++) {
         write_st("a.safetensors",
                  "{\"__metadata__\":{\"format\":\"pt\",\"\":\"\"},\"z\":{\"dtype\":\"BF16\",\"shape\":[2,3],\"data_offsets\":[4,16]},"
-                 "\"a.b\":{\"data_offsets\":[0,4],\"dtype\":\"F32\",\"shape\":[]},\"none\":{\"dtype\":\"I64\",\"shape\":[3,0,5],\"data_offsets\":[4,4]},"
+                 "\"a.b\":{\"data_offsets\":[0,4],\"dtype\":\"F32\",\"shape\":[]},\"none\":{\"dtype\":\"I64\",\"shape\":[3,0,5],\"data_"
+                 "offsets\":[4,4]},"
                  "\"u\\u00e9\":{\"dtype\":\"U8\",\"shape\":[1,1,1,1,1,1,1,1],\"data_offsets\":[16,17]}}  \n",
                  17);
         int failed = g4_safetensors_open(&st, in_dir("a.safetensors"), no_mmap, &err);
         CHECK(!failed, "a good file: %s", err.text);
         if (failed) continue;
-        CHECK(st.n == 4 && !strcmp(st.tensors[0].name, "z") && !strcmp(st.tensors[3].name, "u\xc3\xa9"), "%d tensors, in the order of the header", st.n);
+        CHECK(st.n == 4 && !strcmp(st.tensors[0].name, "z") && !strcmp(st.tensors[3].name, "u\xc3\xa9"),
+              "%d tensors, in the order of the header", st.n);
         const g4_st_tensor *t = g4_safetensors_find(&st, "z");
-        CHECK(t == &st.tensors[0] && t->rank == 2 && t->shape[0] == 2 && t->shape[1] == 3 && !strcmp(t->dtype, "BF16") && t->bytes == 12 && t->data[0] == 4, "z");
+        CHECK(t == &st.tensors[0] && t->rank == 2 && t->shape[0] == 2 && t->shape[1] == 3 && !strcmp(t->dtype, "BF16") && t->bytes == 12 &&
+                  t->data[0] == 4,
+              "z");
         t = g4_safetensors_find(&st, "a.b");
         CHECK(t && t->rank == 0 && t->bytes == 4 && t->data[0] == 0 && t->data[3] == 3, "a.b");
         t = g4_safetensors_find(&st, "none");
         CHECK(t && t->rank == 3 && t->shape[1] == 0 && t->bytes == 0, "none");
         t = g4_safetensors_find(&st, "u\xc3\xa9");
         CHECK(t && t->rank == 8 && t->bytes == 1 && t->data[0] == 16, "u");
-        CHECK(!g4_safetensors_find(&st, "") && !g4_safetensors_find(&st, "zz") && !g4_safetensors_find(&st, "a"), "a tensor that is not there is found");
+        CHECK(!g4_safetensors_find(&st, "") && !g4_safetensors_find(&st, "zz") && !g4_safetensors_find(&st, "a"),
+              "a tensor that is not there is found");
         g4_safetensors_close(&st);
     }
     accepts_st("{}", 0, 0);
     accepts_st("{\"__metadata__\":null}", 0, 0);
-    accepts_st("{\"a\":{\"dtype\":\"F4\",\"shape\":[2],\"data_offsets\":[0,1]},\"b\":{\"dtype\":\"F6_E2M3\",\"shape\":[4],\"data_offsets\":[1,4]}}", 4, 2);
+    accepts_st("{\"metadata\":{\"dtype\":\"U8\",\"shape\":[],\"data_offsets\":[0,1]},\"__metadata__\":{\"a\":\"b\"}}", 1, 1);
+    accepts_st(
+        "{\"a\":{\"dtype\":\"F4\",\"shape\":[2],\"data_offsets\":[0,1]},\"b\":{\"dtype\":\"F6_E2M3\",\"shape\":[4],\"data_offsets\":[1,4]}}", 4,
+        2);
     accepts_st("{\"a\":{\"dtype\":\"F64\",\"shape\":[1],\"data_offsets\":[0,8],\"more\":[1]}}", 8, 1);
-    accepts_st("{\"b\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}", 1, 2);
+    accepts_st("{\"b\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}}",
+               1, 2);
+
+    accepts_st("{\"a\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]},\"b\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}", 1, 2);
+
+    /* A name of any length is cut between two characters. */
+    for (int n = 100; n < 130; n++) {
+        char name[200] = "";
+        for (int i = 0; i < n; i++) name[i] = 'n';
+        strcpy(name + n, "\xf0\x9f\x98\x80\xf0\x9f\x98\x80");
+        int cut = n > 120 ? 120 : n + 4 > 120 ? n : n + 8 > 120 ? n + 4 : n + 8;
+        refuses_st(line("{\"%s\":1}", name), 0, line("tensor %.*s%s: expected an object", cut, name, n + 8 > 120 ? "..." : ""));
+    }
 
     /* The length of the header. */
     static const struct {
         uint64_t length;
         const char *parts;
     } lengths[] = {
-        {0, "does not begin with '{'"}, {1, "header: line 1 column 2"}, {3, "1 bytes are missing"}, {4, "2 bytes are missing"},
-        {100000000, "99999998 bytes are missing"}, {100000001, "100000001 bytes; at most 100000000"}, {UINT64_C(1) << 31, "2147483648 bytes; at most"},
-        {UINT64_C(1) << 32, "4294967296 bytes; at most"}, {UINT64_C(1) << 63, "9223372036854775808 bytes; at most"}, {UINT64_MAX, "18446744073709551615 bytes; at most"},
-        {UINT64_MAX - 7, "at most 100000000"}, {UINT64_MAX - 8, "at most 100000000"},
+        {0, "does not begin with '{'"},
+        {1, "header: line 1 column 2"},
+        {3, "1 bytes are missing"},
+        {4, "2 bytes are missing"},
+        {100000000, "99999998 bytes are missing"},
+        {100000001, "100000001 bytes; at most 100000000"},
+        {UINT64_C(1) << 31, "2147483648 bytes; at most"},
+        {UINT64_C(1) << 32, "4294967296 bytes; at most"},
+        {UINT64_C(1) << 63, "9223372036854775808 bytes; at most"},
+        {UINT64_MAX, "18446744073709551615 bytes; at most"},
+        {UINT64_MAX - 7, "at most 100000000"},
+        {UINT64_MAX - 8, "at most 100000000"},
     };
     for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
         write_st_n("bad.safetensors", lengths[i].length, "{}", 2, 0);
@@ -212,7 +241,10 @@ static void safetensors(void) {
     }
     for (size_t n = 0; n < 10; n++) { /* "2" as length, then "{}" */
         write_file("bad.safetensors", "\2\0\0\0\0\0\0\0{", n);
-        says(g4_safetensors_open(&st, in_dir("bad.safetensors"), 0, &err), "a short file", n < 8 ? "begins with 8 bytes" : n == 8 ? "2 bytes are missing" : "1 bytes are missing");
+        says(g4_safetensors_open(&st, in_dir("bad.safetensors"), 0, &err), "a short file",
+             n < 8    ? "begins with 8 bytes"
+             : n == 8 ? "2 bytes are missing"
+                      : "1 bytes are missing");
     }
     says(g4_safetensors_open(&st, dir, 0, &err), "directory", "is a directory");
     write_text("bad.safetensors", "<!DOCTYPE html><html>404</html>");
@@ -231,7 +263,8 @@ static void safetensors(void) {
     free(deep);
     refuses_st("{\"__metadata__\":[]}", 0, "__metadata__: expected an object of strings");
     refuses_st("{\"__metadata__\":{\"a\":1}}", 0, "__metadata__");
-    refuses_st("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[1,2]}}", 2, "\"a\" is there twice");
+    refuses_st("{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[1,2]}}",
+               2, "\"a\" is there twice");
     refuses_st("{\"a\\u0000b\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}", 1, "NUL");
     refuses_st("{\"a\":1}", 0, "tensor a: expected an object");
     refuses_st("{\"a\":{}}", 0, "tensor a|dtype");
@@ -274,7 +307,8 @@ static void safetensors(void) {
     refuses_st(ONE("U8", "[4]", "[0,4]"), 5, "1 bytes follow the data of the last tensor");
     refuses_st(ONE("U8", "[4]", "[1,5]"), 5, "tensor a begins at byte 1 of the data|ends at 0: there is a gap");
     refuses_st(ONE("U8", "[1099511627776]", "[0,1099511627776]"), 5, "1099511627771 bytes are missing");
-#define TWO(o1, o2) "{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":" o1 "},\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":" o2 "}}"
+#define TWO(o1, o2)                                                                                                                            \
+    "{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":" o1 "},\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":" o2 "}}"
     accepts_st(TWO("[4,8]", "[0,4]"), 8, 2);
     refuses_st(TWO("[0,4]", "[3,7]"), 7, "tensor b begins at byte 3|ends at 4: they overlap");
     refuses_st(TWO("[0,4]", "[0,4]"), 4, "they overlap");
@@ -284,7 +318,8 @@ static void safetensors(void) {
 #undef TWO
 #if !defined(_WIN32) && defined(__linux__)
     /* More than 4 GiB, as a file with a hole: nothing may be counted in 32 bits. */
-    static const char big[] = "{\"a\":{\"dtype\":\"U8\",\"shape\":[5000000000],\"data_offsets\":[0,5000000000]},\"z\":{\"dtype\":\"U8\",\"shape\":[3],\"data_offsets\":[5000000000,5000000003]}}";
+    static const char big[] = "{\"a\":{\"dtype\":\"U8\",\"shape\":[5000000000],\"data_offsets\":[0,5000000000]},\"z\":{\"dtype\":\"U8\","
+                              "\"shape\":[3],\"data_offsets\":[5000000000,5000000003]}}";
     write_st("big.safetensors", big, 0);
     FILE *f = fopen(in_dir("big.safetensors"), "r+b");
     int made = sizeof(size_t) == 8 && f && !fseeko(f, (off_t)(8 + sizeof big - 1 + 5000000000), SEEK_SET) && fwrite("end", 1, 3, f) == 3;
@@ -295,7 +330,8 @@ static void safetensors(void) {
     } else if (failed && strstr(err.text, "memory")) {
         SKIP("a file of 5 GB: %s", err.text);
     } else {
-        CHECK(!failed && st.tensors[0].bytes == 5000000000 && !memcmp(st.tensors[1].data, "end", 3), "5 GB: %s", failed ? err.text : "other data");
+        CHECK(!failed && st.tensors[0].bytes == 5000000000 && !memcmp(st.tensors[1].data, "end", 3), "5 GB: %s",
+              failed ? err.text : "other data");
         if (!failed) g4_safetensors_close(&st);
     }
     remove(in_dir("big.safetensors"));
@@ -419,23 +455,25 @@ static void config_values(void) {
     int failed = parse_text(&c, config_text("", ""));
     CHECK(!failed && !n_warnings, "a good config: %s%s", failed ? err.text : "", warnings);
     if (failed) return;
-    CHECK(!strcmp(c.model_type, "gemma4_text") && c.vocab_size == 10 && c.vocab_size_per_layer_input == 9 && c.hidden_size == 8 && c.num_hidden_layers == 4 &&
-              c.num_attention_heads == 4 && c.hidden_size_per_layer_input == 2 && c.sliding_window == 16 && c.max_position_embeddings == 64 &&
-              c.num_kv_shared_layers == 2 && !c.attention_k_eq_v && c.use_double_wide_mlp && c.tie_word_embeddings && !c.num_experts && !c.top_k_experts &&
-              !c.moe_intermediate_size,
+    CHECK(!strcmp(c.model_type, "gemma4_text") && c.vocab_size == 10 && c.vocab_size_per_layer_input == 9 && c.hidden_size == 8 &&
+              c.num_hidden_layers == 4 && c.num_attention_heads == 4 && c.hidden_size_per_layer_input == 2 && c.sliding_window == 16 &&
+              c.max_position_embeddings == 64 && c.num_kv_shared_layers == 2 && !c.attention_k_eq_v && c.use_double_wide_mlp &&
+              c.tie_word_embeddings && !c.num_experts && !c.top_k_experts && !c.moe_intermediate_size,
           "sizes");
     CHECK(c.rms_norm_eps == 1e-5f && c.final_logit_softcapping == 20, "eps %g, cap %g", c.rms_norm_eps, c.final_logit_softcapping);
-    CHECK(c.n_eos == 2 && c.eos_token_id[0] == 1 && c.eos_token_id[1] == 5 && c.do_sample == 1 && c.top_k == 64 && c.top_p == 0.95f && c.temperature == 1 &&
-              !c.n_suppress,
+    CHECK(c.n_eos == 2 && c.eos_token_id[0] == 1 && c.eos_token_id[1] == 5 && c.do_sample == 1 && c.top_k == 64 && c.top_p == 0.95f &&
+              c.temperature == 1 && !c.n_suppress,
           "generation");
     CHECK(c.rope[0].theta == 5000 && c.rope[0].factor == 1 && !c.rope[0].proportional, "sliding rope %g %g", c.rope[0].theta, c.rope[0].factor);
     CHECK(c.rope[1].theta == 70000 && c.rope[1].factor == 8 && c.rope[1].proportional && c.rope[1].partial_rotary_factor == 0.5, "full rope");
-    static const g4_layer_config layers[] = {{G4_SLIDING_ATTENTION, 4, 2, 6, 0}, {G4_FULL_ATTENTION, 6, 2, 6, 1}, {G4_SLIDING_ATTENTION, 4, 2, 12, 0},
+    static const g4_layer_config layers[] = {{G4_SLIDING_ATTENTION, 4, 2, 6, 0},
+                                             {G4_FULL_ATTENTION, 6, 2, 6, 1},
+                                             {G4_SLIDING_ATTENTION, 4, 2, 12, 0},
                                              {G4_FULL_ATTENTION, 6, 2, 12, 1}};
     for (int i = 0; i < 4; i++) {
         const g4_layer_config *a = &c.layers[i], *b = &layers[i];
-        CHECK(a->type == b->type && a->head_dim == b->head_dim && a->num_key_value_heads == b->num_key_value_heads && a->intermediate_size == b->intermediate_size &&
-                  a->kv_layer == b->kv_layer,
+        CHECK(a->type == b->type && a->head_dim == b->head_dim && a->num_key_value_heads == b->num_key_value_heads &&
+                  a->intermediate_size == b->intermediate_size && a->kv_layer == b->kv_layer,
               "layer %d: %d %d %d %d %d", i, (int)a->type, a->head_dim, a->num_key_value_heads, a->intermediate_size, a->kv_layer);
     }
     free(c.layers);
@@ -447,7 +485,8 @@ static void config_values(void) {
         failed = parse_text(&c, config_text("", ""));
         if (!strcmp(small[i].key, "model_type")) says(failed, "model_type left out", "model_type: is missing");
         else if (!strcmp(small[i].key, "num_hidden_layers")) says(failed, "num_hidden_layers left out", "layer_types: expected an array of 30");
-        else if (!strcmp(small[i].key, "layer_types")) says(failed, "layer_types left out", "num_kv_shared_layers 2: no layer before layer 2 is full_attention");
+        else if (!strcmp(small[i].key, "layer_types"))
+            says(failed, "layer_types left out", "num_kv_shared_layers 2: no layer before layer 2 is full_attention");
         else CHECK(!failed, "%s left out: %s", small[i].key, err.text);
         free(c.layers);
     }
@@ -455,24 +494,38 @@ static void config_values(void) {
     for (int i = 0; i < 4; i++) {
         failed = parse_text(&c, line("{\"model_type\":\"%s\"}", flavours[i]));
         int unified = i >= 2;
-        CHECK(!failed && c.vocab_size == 262144 && c.vocab_size_per_layer_input == 262144 && c.hidden_size == 2304 && c.num_hidden_layers == 30 &&
-                  c.num_attention_heads == 8 && c.hidden_size_per_layer_input == (unified ? 0 : 256) && c.sliding_window == (unified ? 1024 : 512) &&
-                  c.max_position_embeddings == (unified ? 262144 : 131072) && c.num_kv_shared_layers == 0 && !c.attention_k_eq_v && !c.use_double_wide_mlp &&
-                  c.tie_word_embeddings && !c.num_experts && c.rms_norm_eps == 1e-6f && c.final_logit_softcapping == 0 && c.n_eos == 1 && c.eos_token_id[0] == 1,
+        CHECK(!failed && c.vocab_size == 262144 && c.vocab_size_per_layer_input == 262144 && c.hidden_size == 2304 &&
+                  c.num_hidden_layers == 30 && c.num_attention_heads == 8 && c.hidden_size_per_layer_input == (unified ? 0 : 256) &&
+                  c.sliding_window == (unified ? 1024 : 512) && c.max_position_embeddings == (unified ? 262144 : 131072) &&
+                  c.num_kv_shared_layers == 0 && !c.attention_k_eq_v && !c.use_double_wide_mlp && c.tie_word_embeddings && !c.num_experts &&
+                  c.rms_norm_eps == 1e-6f && c.final_logit_softcapping == 0 && c.n_eos == 1 && c.eos_token_id[0] == 1,
               "defaults of %s: %s", flavours[i], failed ? err.text : "other values");
         if (failed) continue;
-        CHECK(c.rope[0].theta == 1e4 && !c.rope[0].proportional && c.rope[1].theta == 1e6 && c.rope[1].proportional && c.rope[1].partial_rotary_factor == 0.25, "rope");
+        CHECK(c.rope[0].theta == 1e4 && !c.rope[0].proportional && c.rope[1].theta == 1e6 && c.rope[1].proportional &&
+                  c.rope[1].partial_rotary_factor == 0.25,
+              "rope");
         for (int l = 0; l < 30; l++)
-            CHECK(c.layers[l].type == (l % 6 == 5 ? G4_FULL_ATTENTION : G4_SLIDING_ATTENTION) && c.layers[l].head_dim == (l % 6 == 5 ? 512 : 256) &&
-                      c.layers[l].num_key_value_heads == 4 && c.layers[l].intermediate_size == 9216 && c.layers[l].kv_layer == l,
+            CHECK(c.layers[l].type == (l % 6 == 5 ? G4_FULL_ATTENTION : G4_SLIDING_ATTENTION) &&
+                      c.layers[l].head_dim == (l % 6 == 5 ? 512 : 256) && c.layers[l].num_key_value_heads == 4 &&
+                      c.layers[l].intermediate_size == 9216 && c.layers[l].kv_layer == l,
                   "layer %d of %s", l, flavours[i]);
         free(c.layers);
     }
 
     /* Values out of range or of another kind. */
-    static const char *const sizes[] = {"vocab_size", "vocab_size_per_layer_input", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                                        "num_key_value_heads", "head_dim", "global_head_dim", "sliding_window", "max_position_embeddings"};
-    static const char *const bad[] = {"0", "-1", "1.5", "\"8\"", "true", "null", "[8]", "{}", "2147483648", "99999999999999999999", "1e400", "4294967297"};
+    static const char *const sizes[] = {"vocab_size",
+                                        "vocab_size_per_layer_input",
+                                        "hidden_size",
+                                        "intermediate_size",
+                                        "num_hidden_layers",
+                                        "num_attention_heads",
+                                        "num_key_value_heads",
+                                        "head_dim",
+                                        "global_head_dim",
+                                        "sliding_window",
+                                        "max_position_embeddings"};
+    static const char *const bad[] = {"0",     "-1",        "1.5", "\"8\"", "true", "null", "[8]", "{}", "2147483648", "99999999999999999999",
+                                      "1e400", "4294967297"};
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++)
         for (size_t k = 0; k < sizeof bad / sizeof bad[0]; k++)
             refuses_value(sizes[i], bad[k], line("%s: expected an integer from |found ", sizes[i]));
@@ -482,7 +535,8 @@ static void config_values(void) {
     refuses_value("num_kv_shared_layers", "3", "num_kv_shared_layers 3: no layer before layer 1 is full_attention");
     accepts_value("num_kv_shared_layers", "1");
     accepts_value("num_kv_shared_layers", "0");
-    refuses_value("num_key_value_heads", "3", "num_attention_heads 4 is not a multiple of the 3 num_key_value_heads of layer 0 (sliding_attention)");
+    refuses_value("num_key_value_heads", "3",
+                  "num_attention_heads 4 is not a multiple of the 3 num_key_value_heads of layer 0 (sliding_attention)");
     refuses_value("num_key_value_heads", "8", "num_attention_heads 4 is not a multiple of the 8");
     refuses_value("head_dim", "5", "head_dim 5 of layer 0 (sliding_attention) is odd");
     refuses_value("global_head_dim", "7", "head_dim 7 of layer 1 (full_attention) is odd");
@@ -490,9 +544,11 @@ static void config_values(void) {
     refuses_value("use_double_wide_mlp", "null", "use_double_wide_mlp: expected true or false, found null");
     refuses_value("tie_word_embeddings", "\"yes\"", "tie_word_embeddings: expected true or false, found \"yes\"");
     static const char *const bad_eps[] = {"0", "-1e-6", "2", "1e-60", "\"1e-6\"", "null", "1e999"};
-    for (size_t i = 0; i < sizeof bad_eps / sizeof bad_eps[0]; i++) refuses_value("rms_norm_eps", bad_eps[i], "rms_norm_eps: expected a number from");
+    for (size_t i = 0; i < sizeof bad_eps / sizeof bad_eps[0]; i++)
+        refuses_value("rms_norm_eps", bad_eps[i], "rms_norm_eps: expected a number from");
     static const char *const bad_cap[] = {"0", "-30", "\"30\"", "1e999", "1e-60", "true"};
-    for (size_t i = 0; i < sizeof bad_cap / sizeof bad_cap[0]; i++) refuses_value("final_logit_softcapping", bad_cap[i], "final_logit_softcapping: expected a number above 0");
+    for (size_t i = 0; i < sizeof bad_cap / sizeof bad_cap[0]; i++)
+        refuses_value("final_logit_softcapping", bad_cap[i], "final_logit_softcapping: expected a number above 0");
     accepts_value("final_logit_softcapping", "null");
     refuses_value("hidden_activation", "\"gelu\"", "hidden_activation: expected \"gelu_pytorch_tanh\", found \"gelu\"");
     refuses_value("hidden_activation", "null", "hidden_activation");
@@ -511,35 +567,50 @@ static void config_values(void) {
     accepts_value("some_key_of_a_later_version", "[1,{}]");
 
     /* Layer types. */
-    refuses_value("layer_types", "[\"sliding_attention\",\"full_attention\",\"full_attention\"]", "layer_types: expected an array of 4, num_hidden_layers, found an array of 3");
-    refuses_value("layer_types", "[\"full_attention\",\"full_attention\",\"full_attention\",\"full_attention\",\"full_attention\"]", "found an array of 5");
+    refuses_value("layer_types", "[\"sliding_attention\",\"full_attention\",\"full_attention\"]",
+                  "layer_types: expected an array of 4, num_hidden_layers, found an array of 3");
+    refuses_value("layer_types", "[\"full_attention\",\"full_attention\",\"full_attention\",\"full_attention\",\"full_attention\"]",
+                  "found an array of 5");
     refuses_value("layer_types", "[]", "an array of 0");
     refuses_value("layer_types", "\"full_attention\"", "layer_types: expected an array of 4");
-    refuses_value("layer_types", "[\"full_attention\",\"chunked_attention\",\"full_attention\",\"full_attention\"]", "layer_types[1]: expected \"sliding_attention\" or \"full_attention\", found \"chunked_attention\"");
+    refuses_value("layer_types", "[\"full_attention\",\"chunked_attention\",\"full_attention\",\"full_attention\"]",
+                  "layer_types[1]: expected \"sliding_attention\" or \"full_attention\", found \"chunked_attention\"");
     refuses_value("layer_types", "[\"full_attention\",\"full_attention\",1,\"full_attention\"]", "layer_types[2]|found 1");
     set("layer_types", "[\"sliding_attention\",\"full_attention\",\"sliding_attention\",\"sliding_attention\"]");
     failed = parse_text(&c, config_text("", ""));
-    CHECK(!failed && n_warnings == 1 && strstr(warnings, "the last layer is sliding_attention; it is forced") && c.layers[3].type == G4_FULL_ATTENTION &&
-              c.layers[3].head_dim == 6 && c.layers[3].kv_layer == 1,
+    CHECK(!failed && n_warnings == 1 && strstr(warnings, "the last layer is sliding_attention; it is forced") &&
+              c.layers[3].type == G4_FULL_ATTENTION && c.layers[3].head_dim == 6 && c.layers[3].kv_layer == 1,
           "last layer sliding: %s%s", failed ? err.text : "", warnings);
     free(c.layers);
     reset(NULL);
 
     /* RoPE. */
-    refuses_value("rope_parameters", "{\"rope_type\":\"default\",\"rope_theta\":10000}", "rope_parameters.sliding_attention: is missing|one object for each layer type");
+    refuses_value("rope_parameters", "{\"rope_type\":\"default\",\"rope_theta\":10000}",
+                  "rope_parameters.sliding_attention: is missing|one object for each layer type");
     refuses_value("rope_parameters", "{}", "rope_parameters.sliding_attention: is missing");
     refuses_value("rope_parameters", "[]", "rope_parameters: expected an object");
     refuses_value("rope_parameters", "{\"sliding_attention\":{\"rope_theta\":1e4}}", "rope_parameters.full_attention: is missing");
-    refuses_value("rope_parameters", "{\"sliding_attention\":1,\"full_attention\":{}}", "rope_parameters.sliding_attention: expected an object, found 1");
-    refuses_value("rope_parameters", "{\"sliding_attention\":{},\"full_attention\":{}}", "rope_parameters.sliding_attention.rope_theta: is missing");
-    refuses_value("rope_parameters", "{\"sliding_attention\":{\"rope_theta\":0},\"full_attention\":{}}", "rope_parameters.sliding_attention.rope_theta: expected a number");
-    refuses_value("rope_parameters", "{\"sliding_attention\":{\"rope_theta\":1e4,\"rope_type\":\"yarn\"},\"full_attention\":{}}", "rope_parameters.sliding_attention.rope_type: expected \"default\" or \"proportional\", found \"yarn\"");
-    refuses_value("rope_parameters", "{\"sliding_attention\":{\"rope_theta\":1e4},\"full_attention\":{\"rope_type\":\"proportional\",\"rope_theta\":1e6,\"factor\":0}}", "rope_parameters.full_attention.factor");
-    refuses_value("rope_parameters", "{\"sliding_attention\":{\"rope_theta\":1e4},\"full_attention\":{\"rope_type\":\"proportional\",\"rope_theta\":1e6,\"partial_rotary_factor\":1.5}}", "partial_rotary_factor: expected a number from 0 to 1, found 1.5");
-    set("rope_parameters", "{\"sliding_attention\":{\"type\":\"proportional\",\"rope_theta\":1e4},\"full_attention\":{\"rope_theta\":2e6,\"factor\":4}}");
+    refuses_value("rope_parameters", "{\"sliding_attention\":1,\"full_attention\":{}}",
+                  "rope_parameters.sliding_attention: expected an object, found 1");
+    refuses_value("rope_parameters", "{\"sliding_attention\":{},\"full_attention\":{}}",
+                  "rope_parameters.sliding_attention.rope_theta: is missing");
+    refuses_value("rope_parameters", "{\"sliding_attention\":{\"rope_theta\":0},\"full_attention\":{}}",
+                  "rope_parameters.sliding_attention.rope_theta: expected a number");
+    refuses_value("rope_parameters", "{\"sliding_attention\":{\"rope_theta\":1e4,\"rope_type\":\"yarn\"},\"full_attention\":{}}",
+                  "rope_parameters.sliding_attention.rope_type: expected \"default\" or \"proportional\", found \"yarn\"");
+    refuses_value(
+        "rope_parameters",
+        "{\"sliding_attention\":{\"rope_theta\":1e4},\"full_attention\":{\"rope_type\":\"proportional\",\"rope_theta\":1e6,\"factor\":0}}",
+        "rope_parameters.full_attention.factor");
+    refuses_value("rope_parameters",
+                  "{\"sliding_attention\":{\"rope_theta\":1e4},\"full_attention\":{\"rope_type\":\"proportional\",\"rope_theta\":1e6,\"partial_"
+                  "rotary_factor\":1.5}}",
+                  "partial_rotary_factor: expected a number from 0 to 1, found 1.5");
+    set("rope_parameters",
+        "{\"sliding_attention\":{\"type\":\"proportional\",\"rope_theta\":1e4},\"full_attention\":{\"rope_theta\":2e6,\"factor\":4}}");
     failed = parse_text(&c, config_text("", ""));
-    CHECK(!failed && c.rope[0].proportional && c.rope[0].partial_rotary_factor == 1 && c.rope[0].factor == 1 && !c.rope[1].proportional && c.rope[1].factor == 1 &&
-              c.rope[1].theta == 2e6 && n_warnings == 1,
+    CHECK(!failed && c.rope[0].proportional && c.rope[0].partial_rotary_factor == 1 && c.rope[0].factor == 1 && !c.rope[1].proportional &&
+              c.rope[1].factor == 1 && c.rope[1].theta == 2e6 && n_warnings == 1,
           "rope by type: %s%s", failed ? err.text : "", warnings);
     free(c.layers);
     reset(NULL);
@@ -561,18 +632,21 @@ static void config_values(void) {
     free(c.layers);
     set("attention_k_eq_v", "true");
     failed = parse_text(&c, config_text("", ""));
-    CHECK(!failed && c.layers[1].num_key_value_heads == 1 && c.layers[0].num_key_value_heads == 2 && c.attention_k_eq_v, "num_global_key_value_heads");
+    CHECK(!failed && c.layers[1].num_key_value_heads == 1 && c.layers[0].num_key_value_heads == 2 && c.attention_k_eq_v,
+          "num_global_key_value_heads");
     free(c.layers);
     set("per_layer_config", "{}");
     failed = parse_text(&c, config_text("", ""));
     CHECK(!failed && c.layers[1].num_key_value_heads == 2 && c.layers[1].head_dim == 4, "an empty per_layer_config decides alone");
     free(c.layers);
-    static const char *const same[] = {"{\"1\":{\"head_dim\":10,\"num_key_value_heads\":1},\"3\":{\"head_dim\":10,\"num_key_value_heads\":1}}",
-                                       "{\"03\":{\"num_key_value_heads\":1,\"head_dim\":10},\"01\":{\"head_dim\":10,\"num_key_value_heads\":1},\"0\":{}}"};
+    static const char *const same[] = {
+        "{\"1\":{\"head_dim\":10,\"num_key_value_heads\":1},\"3\":{\"head_dim\":10,\"num_key_value_heads\":1}}",
+        "{\"03\":{\"num_key_value_heads\":1,\"head_dim\":10},\"01\":{\"head_dim\":10,\"num_key_value_heads\":1},\"0\":{}}"};
     for (int i = 0; i < 2; i++) {
         set("per_layer_config", same[i]);
         failed = parse_text(&c, config_text("", ""));
-        CHECK(!failed && c.layers[1].num_key_value_heads == 1 && c.layers[3].head_dim == 10 && c.layers[0].head_dim == 4 && c.layers[2].num_key_value_heads == 2,
+        CHECK(!failed && c.layers[1].num_key_value_heads == 1 && c.layers[3].head_dim == 10 && c.layers[0].head_dim == 4 &&
+                  c.layers[2].num_key_value_heads == 2,
               "per_layer_config %d: %s", i, err.text);
         free(c.layers);
     }
@@ -587,9 +661,11 @@ static void config_values(void) {
     refuses_value("per_layer_config", "{\"1\":{\"head_dim\":0}}", "per_layer_config.1.head_dim: expected an integer from 2");
     refuses_value("per_layer_config", "{\"1\":{\"head_dim\":null}}", "per_layer_config.1.head_dim");
     refuses_value("per_layer_config", "{\"1\":{\"num_key_value_heads\":\"1\"}}", "per_layer_config.1.num_key_value_heads");
-    refuses_value("per_layer_config", "{\"1\":{\"sliding_window\":4}}", "per_layer_config.1: key \"sliding_window\": expected head_dim or num_key_value_heads");
+    refuses_value("per_layer_config", "{\"1\":{\"sliding_window\":4}}",
+                  "per_layer_config.1: key \"sliding_window\": expected head_dim or num_key_value_heads");
     refuses_value("per_layer_config", "{\"1\":{\"head_dim\":8}}", "layers 1 and 3 are both full_attention, but head_dim is 8 and 4");
-    refuses_value("per_layer_config", "{\"2\":{\"num_key_value_heads\":1}}", "layers 0 and 2 are both sliding_attention|num_key_value_heads 2 and 1");
+    refuses_value("per_layer_config", "{\"2\":{\"num_key_value_heads\":1}}",
+                  "layers 0 and 2 are both sliding_attention|num_key_value_heads 2 and 1");
 
     /* Experts. */
     static const char *const needed[] = {"num_experts", "top_k_experts", "moe_intermediate_size"};
@@ -615,27 +691,34 @@ static void config_values(void) {
     reset(NULL);
 
     /* The outer form. */
-    failed = parse_text(&c, config_text("{\"model_type\":\"gemma4\",\"eos_token_id\":[1,7],\"vocab_size\":5,\"vision_config\":{\"hidden_size\":-1},\"text_config\":", "}"));
+    failed = parse_text(
+        &c,
+        config_text(
+            "{\"model_type\":\"gemma4\",\"eos_token_id\":[1,7],\"vocab_size\":5,\"vision_config\":{\"hidden_size\":-1},\"text_config\":", "}"));
     CHECK(!failed && !strcmp(c.model_type, "gemma4") && c.vocab_size == 10 && c.n_eos == 2 && c.eos_token_id[1] == 7, "nested: %s", err.text);
     free(c.layers);
     says(parse_text(&c, config_text("{\"model_type\":\"gemma4_unified\",\"text_config\":", "}")), "gemma4_text in gemma4_unified",
          "text_config.model_type: expected gemma4_unified_text, found \"gemma4_text\"");
     set("head_dim", "0");
-    says(parse_text(&c, config_text("{\"model_type\":\"gemma4\",\"text_config\":", "}")), "nested, head_dim 0", "C: text_config.head_dim: expected");
+    says(parse_text(&c, config_text("{\"model_type\":\"gemma4\",\"text_config\":", "}")), "nested, head_dim 0",
+         "C: text_config.head_dim: expected");
     reset(NULL);
     set("tie_word_embeddings", NULL);
     for (int tie = 0; tie < 2; tie++) {
-        failed = parse_text(&c, config_text(line("{\"model_type\":\"gemma4\",\"tie_word_embeddings\":%s,\"text_config\":", tie ? "true" : "false"), "}"));
+        failed = parse_text(
+            &c, config_text(line("{\"model_type\":\"gemma4\",\"tie_word_embeddings\":%s,\"text_config\":", tie ? "true" : "false"), "}"));
         CHECK(!failed && c.tie_word_embeddings == tie, "tie_word_embeddings outside: %s", err.text);
         free(c.layers);
     }
     reset(NULL);
     says(parse_text(&c, "{\"model_type\":\"gemma4\",\"text_config\":[]}"), "text_config []", "text_config: expected an object");
-    says(parse_text(&c, config_text("{\"model_type\":\"gemma4\",\"quantization_config\":{\"a\":1},\"text_config\":", "}")), "quantised", "quantization_config: expected none");
+    says(parse_text(&c, config_text("{\"model_type\":\"gemma4\",\"quantization_config\":{\"a\":1},\"text_config\":", "}")), "quantised",
+         "quantization_config: expected none");
     static const char *const others[] = {"llama", "gemma3_text", "gemma3n", "gemma2", "gemma4_assistant", "qwen3", "gemma4 ", "Gemma4"};
     for (size_t i = 0; i < sizeof others / sizeof others[0]; i++) {
         const char *value = line("\"%s\"", others[i]);
-        refuses_value("model_type", value, line("model_type: expected one of gemma4, gemma4_text, gemma4_unified, gemma4_unified_text|found %s", value));
+        refuses_value("model_type", value,
+                      line("model_type: expected one of gemma4, gemma4_text, gemma4_unified, gemma4_unified_text|found %s", value));
     }
     refuses_value("model_type", "4", "model_type|found 4");
     says(parse_text(&c, "[]"), "an array", "C: expected an object, found an array of 0");
@@ -758,7 +841,8 @@ static void all_tensors(const char *prefix, int moe) {
         for (int layer = 0; layer < (f < N_GLOBAL ? 1 : moe ? 2 : 4); layer++) {
             const char *s = fields[f].shape;
             if (!has_field(f, layer)) continue;
-            add_tensor(line("%s%s", prefix, line(fields[f].name, layer)), (int)strlen(s), letter(s[0], layer), s[1] ? letter(s[1], layer) : 0, s[1] && s[2] ? letter(s[2], layer) : 0);
+            add_tensor(line("%s%s", prefix, line(fields[f].name, layer)), (int)strlen(s), letter(s[0], layer), s[1] ? letter(s[1], layer) : 0,
+                       s[1] && s[2] ? letter(s[2], layer) : 0);
         }
 }
 
@@ -810,8 +894,15 @@ static void write_weights(const char *name, int file) {
     free(all);
 }
 
-static const char *const every_file[] = {"config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", "a.safetensors", "b.safetensors",
-                                         "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.gguf"};
+static const char *const every_file[] = {"config.json",
+                                         "generation_config.json",
+                                         "model.safetensors",
+                                         "model.safetensors.index.json",
+                                         "a.safetensors",
+                                         "b.safetensors",
+                                         "model-00001-of-00002.safetensors",
+                                         "model-00002-of-00002.safetensors",
+                                         "model.gguf"};
 
 static void clear(void) {
     for (size_t i = 0; i < sizeof every_file / sizeof every_file[0]; i++) remove(in_dir(every_file[i]));
@@ -855,9 +946,15 @@ static void check_fields(const char *prefix) {
             const out_tensor *o = named(name);
             int64_t n = byte_count(o), same = 0;
             CHECK(t.data && !strcmp(t.name, name), "%s: found %s", name, t.data ? t.name : "nothing");
-            CHECK(t.rows == (o->rank == 1 ? 1 : o->rank == 2 ? o->shape[0] : o->shape[0] * o->shape[1]) && t.cols == o->shape[o->rank - 1], "%s: [%lld][%lld]", name,
-                  (long long)t.rows, (long long)t.cols);
-            CHECK(t.type == (!strcmp(o->dtype, "F32") ? G4_TYPE_F32 : !strcmp(o->dtype, "F16") ? G4_TYPE_F16 : G4_TYPE_BF16), "%s: type %d", name, (int)t.type);
+            CHECK(t.rows == (o->rank == 1   ? 1
+                             : o->rank == 2 ? o->shape[0]
+                                            : o->shape[0] * o->shape[1]) &&
+                      t.cols == o->shape[o->rank - 1],
+                  "%s: [%lld][%lld]", name, (long long)t.rows, (long long)t.cols);
+            CHECK(t.type == (!strcmp(o->dtype, "F32")   ? G4_TYPE_F32
+                             : !strcmp(o->dtype, "F16") ? G4_TYPE_F16
+                                                        : G4_TYPE_BF16),
+                  "%s: type %d", name, (int)t.type);
             for (int64_t i = 0; t.data && i < n; i++) same += ((const unsigned char *)t.data)[i] == byte_of(name, i);
             CHECK(same == n, "%s: %lld of %lld bytes are its own", name, (long long)same, (long long)n);
         }
@@ -884,7 +981,8 @@ static void checkpoints(void) {
                 if (!failed) {
                     check_fields(prefixes[p]);
                     CHECK(model.lm_head.data == model.embed_tokens.data && model.lm_head.rows == 10 && model.lm_head.cols == 8, "tied head");
-                    CHECK(!g4_checkpoint_ignored(&model, 0) && !g4_checkpoint_ignored(&model, -1), "%s is ignored", g4_checkpoint_ignored(&model, 0));
+                    CHECK(!g4_checkpoint_ignored(&model, 0) && !g4_checkpoint_ignored(&model, -1), "%s is ignored",
+                          g4_checkpoint_ignored(&model, 0));
                     CHECK(g4_checkpoint_bytes(&model) > 1000, "bytes");
                 }
                 g4_checkpoint_close(&model);
@@ -928,7 +1026,8 @@ static void checkpoints(void) {
     set("use_double_wide_mlp", "false");
     refuses_model("widths", "tensor model.layers.2.mlp.gate_proj.weight: expected the shape [6,8] by config.json, found [12,8]");
     all_tensors("other.", 0);
-    refuses_model("another prefix", "no tensor embed_tokens.weight under any of the prefixes|the first of 67 tensors is other.embed_tokens.weight");
+    refuses_model("another prefix",
+                  "no tensor embed_tokens.weight under any of the prefixes|the first of 67 tensors is other.embed_tokens.weight");
 
     /* Tensors that nothing reads. */
     all_tensors("model.", 0);
@@ -953,14 +1052,16 @@ static void checkpoints(void) {
     add_tensor("model.layers.2.self_attn.k_proj.bias", 1, 8, 0, 0);
     add_tensor("model.vision_towers.x", 1, 8, 0, 0);
     failed = open_written();
-    CHECK(!failed && n_warnings == 4 && strstr(warnings, "model.layers.0.self_attn.rotary_emb.inv_freq [3]") && strstr(warnings, "model.layers.4.input_layernorm.weight") &&
-              strstr(warnings, "k_proj.bias") && strstr(warnings, "vision_towers") && is_ignored("model.layers.4.input_layernorm.weight"),
+    CHECK(!failed && n_warnings == 4 && strstr(warnings, "model.layers.0.self_attn.rotary_emb.inv_freq [3]") &&
+              strstr(warnings, "model.layers.4.input_layernorm.weight") && strstr(warnings, "k_proj.bias") &&
+              strstr(warnings, "vision_towers") && is_ignored("model.layers.4.input_layernorm.weight"),
           "unknown tensors: %s%s", failed ? err.text : "", warnings);
     g4_checkpoint_close(&model);
     all_tensors("model.", 1);
     add_tensor("model.layers.1.self_attn.v_proj.weight", 2, 6, 8, 0);
     failed = open_written();
-    CHECK(!failed && n_warnings == 1 && strstr(warnings, "layers.1.self_attn.v_proj") && !model.layers[1].v_proj.data, "a v_proj where K = V: %s%s", failed ? err.text : "", warnings);
+    CHECK(!failed && n_warnings == 1 && strstr(warnings, "layers.1.self_attn.v_proj") && !model.layers[1].v_proj.data,
+          "a v_proj where K = V: %s%s", failed ? err.text : "", warnings);
     g4_checkpoint_close(&model);
     all_tensors("model.", 0);
     for (int i = 0; i < 50; i++) {
@@ -993,9 +1094,11 @@ static void checkpoints(void) {
                     int own = kind && !(tied && kind == 1);
                     CHECK(!failed, "head %d, tied %d: %s", kind, tied, err.text);
                     if (!failed) {
-                        CHECK((model.lm_head.data != model.embed_tokens.data) == own && !strcmp(model.lm_head.name + strlen(model.lm_head.name) - 6, "weight"),
+                        CHECK((model.lm_head.data != model.embed_tokens.data) == own &&
+                                  !strcmp(model.lm_head.name + strlen(model.lm_head.name) - 6, "weight"),
                               "head %d, tied %d: reads %s", kind, tied, model.lm_head.name);
-                        CHECK(n_warnings == (tied && kind >= 2) && (!n_warnings || (strstr(warnings, names[p]) && strstr(warnings, "the stored head is used"))),
+                        CHECK(n_warnings == (tied && kind >= 2) &&
+                                  (!n_warnings || (strstr(warnings, names[p]) && strstr(warnings, "the stored head is used"))),
                               "head %d, tied %d: %s", kind, tied, warnings);
                         CHECK(is_ignored(names[p]) == (tied && kind == 1), "head %d, tied %d: ignored or not", kind, tied);
                     }
@@ -1012,7 +1115,7 @@ static void shards(void) {
     enum { MAP = 200 * MAX_TENSORS };
     char *map = malloc(MAP);
     if (!map) exit(2);
-    enum { GOOD, NO_FILE, MISSING_IN_SHARD, MISSING_IN_MAP, MISSING_IN_MAP_LAST, SWAPPED, CUT_1, CUT_100, CUT_4096, N_CASES };
+    enum { GOOD, NO_FILE, MISSING_IN_SHARD, MISSING_IN_MAP, MISSING_IN_MAP_LAST, SWAPPED, WRONG_SHAPE, CUT_1, CUT_100, CUT_4096, N_CASES };
     for (int what = 0; what < N_CASES; what++) {
         all_tensors("model.", 0);
         for (int i = 0; i < n_tensors; i++) tensors[i].file = i % 3 == 1;
@@ -1029,6 +1132,7 @@ static void shards(void) {
         strcpy(strrchr(map, ','), "}}");
         write_text(index, map);
         if (what == MISSING_IN_MAP_LAST) add_tensor("zzz", 1, 1, 0, 0)->file = 1;
+        if (what == WRONG_SHAPE) named("model.layers.0.mlp.up_proj.weight")->shape[0] = 7;
         write_weights("a.safetensors", 0);
         write_weights("b.safetensors", 1);
         if (what == NO_FILE) remove(in_dir("b.safetensors"));
@@ -1047,22 +1151,39 @@ static void shards(void) {
             if (!failed) check_fields("model.");
             break;
         case NO_FILE: says(failed, "no file", "b.safetensors: cannot open"); break;
-        case MISSING_IN_SHARD: says(failed, "not in the shard", "weight_map puts tensor model.none into b.safetensors, but that file does not hold it"); break;
-        case MISSING_IN_MAP: says(failed, "not in the map", "holds tensor model.layers.1.layer_scalar, which weight_map in|does not put there"); break;
+        case MISSING_IN_SHARD:
+            says(failed, "not in the shard", "weight_map puts tensor model.none into b.safetensors, but that file does not hold it");
+            break;
+        case MISSING_IN_MAP:
+            says(failed, "not in the map", "holds tensor model.layers.1.layer_scalar, which weight_map in|does not put there");
+            break;
         case MISSING_IN_MAP_LAST: says(failed, "not in the map", "b.safetensors: holds tensor zzz, which weight_map in"); break;
         case SWAPPED: says(failed, "in the other shard", "model.norm.weight"); break;
+        case WRONG_SHAPE:
+            says(failed, "a shape in a shard",
+                 line("%s.safetensors: tensor model.layers.0.mlp.up_proj.weight: expected the shape [6,8] by config.json, found [7,8]",
+                      named("model.layers.0.mlp.up_proj.weight")->file ? "b" : "a"));
+            break;
         default: says(failed, "a shard cut short", "b.safetensors: |bytes are missing"); break;
         }
         g4_checkpoint_close(&model);
     }
 
     static const char *const bad_maps[][2] = {
-        {"{", "index.json: line 1"}, {"[]", "weight_map: expected an object"}, {"{}", "weight_map: expected an object of tensor names and their files, found none"},
-        {"{\"weight_map\":{}}", "weight_map: expected"}, {"{\"weight_map\":[]}", "weight_map: expected"}, {"{\"weight_map\":{\"a\":1}}", "weight_map: a: expected the name of a file, found 1"},
-        {"{\"weight_map\":{\"a\":\"../a.safetensors\"}}", "weight_map: a: expected the name of a .safetensors file in the same directory, found \"../a.safetensors\""},
-        {"{\"weight_map\":{\"a\":\"/etc/passwd\"}}", "in the same directory, found \"/etc/passwd\""}, {"{\"weight_map\":{\"a\":\"x\\\\a.safetensors\"}}", "in the same directory"},
-        {"{\"weight_map\":{\"a\":\"C:a.safetensors\"}}", "in the same directory"}, {"{\"weight_map\":{\"a\":\"\"}}", "in the same directory"},
-        {"{\"weight_map\":{\"a\":\"config.json\"}}", "a .safetensors file"}, {"{\"weight_map\":{\"a\":\"a.safetensors\\u0000\"}}", "in the same directory"},
+        {"{", "index.json: line 1"},
+        {"[]", "weight_map: expected an object"},
+        {"{}", "weight_map: expected an object of tensor names and their files, found none"},
+        {"{\"weight_map\":{}}", "weight_map: expected"},
+        {"{\"weight_map\":[]}", "weight_map: expected"},
+        {"{\"weight_map\":{\"a\":1}}", "weight_map: a: expected the name of a file, found 1"},
+        {"{\"weight_map\":{\"a\":\"../a.safetensors\"}}",
+         "weight_map: a: expected the name of a .safetensors file in the same directory, found \"../a.safetensors\""},
+        {"{\"weight_map\":{\"a\":\"/etc/passwd\"}}", "in the same directory, found \"/etc/passwd\""},
+        {"{\"weight_map\":{\"a\":\"x\\\\a.safetensors\"}}", "in the same directory"},
+        {"{\"weight_map\":{\"a\":\"C:a.safetensors\"}}", "in the same directory"},
+        {"{\"weight_map\":{\"a\":\"\"}}", "in the same directory"},
+        {"{\"weight_map\":{\"a\":\"config.json\"}}", "a .safetensors file"},
+        {"{\"weight_map\":{\"a\":\"a.safetensors\\u0000\"}}", "in the same directory"},
         {"{\"weight_map\":{\"a\\u0000\":\"a.safetensors\"}}", "NUL"},
     };
     for (size_t i = 0; i < sizeof bad_maps / sizeof bad_maps[0]; i++) {
@@ -1074,7 +1195,8 @@ static void shards(void) {
     all_tensors("model.", 0);
     write_weights("model.safetensors", 0);
     int failed = open_model();
-    CHECK(!failed && n_warnings == 1 && strstr(warnings, "model.safetensors.index.json: is not read"), "model.safetensors beside an index: %s%s", failed ? err.text : "", warnings);
+    CHECK(!failed && n_warnings == 1 && strstr(warnings, "model.safetensors.index.json: is not read"),
+          "model.safetensors beside an index: %s%s", failed ? err.text : "", warnings);
     g4_checkpoint_close(&model);
 
     /* Without an index: numbered shards, or a single file whatever its name. */
@@ -1120,7 +1242,9 @@ static void directories(void) {
 
     static const struct {
         const char *path, *parts;
-    } paths[] = {{"model.gguf", "GGUF is not supported by this version"}, {"a.safetensors", "is a file; expected a directory"}, {"none", "none: cannot open: "}};
+    } paths[] = {{"model.gguf", "GGUF is not supported by this version"},
+                 {"a.safetensors", "is a file; expected a directory"},
+                 {"none", "none: cannot open: "}};
     for (int i = 0; i < 3; i++) {
         memset(&model, 0, sizeof model);
         says(g4_checkpoint_open(&model, in_dir(paths[i].path), NULL, &err), paths[i].path, paths[i].parts);
@@ -1140,13 +1264,26 @@ static void generation(void) {
     static const struct {
         const char *text, *parts; /* parts NULL: fine */
     } cases[] = {
-        {"{}", NULL}, {"{\"eos_token_id\":1}", NULL}, {"{\"eos_token_id\":[1,7]}", NULL}, {"{\"eos_token_id\":null,\"top_k\":null,\"top_p\":null,\"suppress_tokens\":null}", NULL},
-        {"{\"eos_token_id\":[1,6,5],\"suppress_tokens\":[8,9],\"do_sample\":false,\"temperature\":0.5,\"top_k\":7,\"top_p\":0.25,\"x\":[]}", NULL},
+        {"{}", NULL},
+        {"{\"eos_token_id\":1}", NULL},
+        {"{\"eos_token_id\":[1,7]}", NULL},
+        {"{\"eos_token_id\":null,\"top_k\":null,\"top_p\":null,\"suppress_tokens\":null}", NULL},
+        {"{\"eos_token_id\":[1,6,5],\"suppress_tokens\":[8,9],\"do_sample\":false,\"temperature\":0.5,\"top_k\":7,\"top_p\":0.25,\"x\":[]}",
+         NULL},
         {"{\"eos_token_id\":[1,106],\"suppress_tokens\":[258883,3]}", NULL},
-        {"", "generation_config.json: line 1"}, {"[]", "generation_config.json: expected an object"}, {"{\"eos_token_id\":\"1\"}", "eos_token_id: expected a token id"},
-        {"{\"eos_token_id\":[1,-1]}", "eos_token_id"}, {"{\"eos_token_id\":1.5}", "eos_token_id"}, {"{\"eos_token_id\":99999999999}", NULL},
-        {"{\"suppress_tokens\":{}}", "suppress_tokens"}, {"{\"do_sample\":1}", "do_sample: expected true or false"}, {"{\"temperature\":-1}", "temperature: expected a number from 0"},
-        {"{\"temperature\":\"hot\"}", "temperature"}, {"{\"top_k\":-1}", "top_k: expected an integer from 0"}, {"{\"top_k\":1.5}", "top_k"}, {"{\"top_p\":1.5}", "top_p"},
+        {"", "generation_config.json: line 1"},
+        {"[]", "generation_config.json: expected an object"},
+        {"{\"eos_token_id\":\"1\"}", "eos_token_id: expected a token id"},
+        {"{\"eos_token_id\":[1,-1]}", "eos_token_id"},
+        {"{\"eos_token_id\":1.5}", "eos_token_id"},
+        {"{\"eos_token_id\":99999999999}", NULL},
+        {"{\"suppress_tokens\":{}}", "suppress_tokens"},
+        {"{\"do_sample\":1}", "do_sample: expected true or false"},
+        {"{\"temperature\":-1}", "temperature: expected a number from 0"},
+        {"{\"temperature\":\"hot\"}", "temperature"},
+        {"{\"top_k\":-1}", "top_k: expected an integer from 0"},
+        {"{\"top_k\":1.5}", "top_k"},
+        {"{\"top_p\":1.5}", "top_p"},
         {"{\"top_p\":1e999}", "top_p"},
     };
     all_tensors("model.", 0);
@@ -1160,15 +1297,18 @@ static void generation(void) {
         if (cases[i].parts) says(failed, cases[i].text, cases[i].parts);
         else CHECK(!failed, "%s: %s", cases[i].text, err.text);
         if (i == 0 || i == 3)
-            CHECK(c->n_eos == 2 && c->eos_token_id[1] == 5 && c->do_sample && c->top_k == 64 && c->top_p == 0.95f && c->temperature == 1 && !c->n_suppress, "%s", cases[i].text);
+            CHECK(c->n_eos == 2 && c->eos_token_id[1] == 5 && c->do_sample && c->top_k == 64 && c->top_p == 0.95f && c->temperature == 1 &&
+                      !c->n_suppress,
+                  "%s", cases[i].text);
         if (i == 1) CHECK(c->n_eos == 1 && c->eos_token_id[0] == 1, "%s", cases[i].text);
         if (i == 2) CHECK(c->n_eos == 2 && c->eos_token_id[1] == 7, "%s", cases[i].text);
         if (i == 4)
-            CHECK(c->n_eos == 3 && c->eos_token_id[1] == 6 && c->n_suppress == 2 && c->suppress_tokens[1] == 9 && !c->do_sample && c->temperature == 0.5f && c->top_k == 7 &&
-                      c->top_p == 0.25f,
+            CHECK(c->n_eos == 3 && c->eos_token_id[1] == 6 && c->n_suppress == 2 && c->suppress_tokens[1] == 9 && !c->do_sample &&
+                      c->temperature == 0.5f && c->top_k == 7 && c->top_p == 0.25f,
                   "%s", cases[i].text);
         if (i == 5)
-            CHECK(c->n_eos == 1 && c->n_suppress == 1 && c->suppress_tokens[0] == 3 && n_warnings == 2 && strstr(warnings, "258883"), "ids outside the vocabulary: %s", warnings);
+            CHECK(c->n_eos == 1 && c->n_suppress == 1 && c->suppress_tokens[0] == 3 && n_warnings == 2 && strstr(warnings, "258883"),
+                  "ids outside the vocabulary: %s", warnings);
         g4_checkpoint_close(&model);
     }
     remove(in_dir("generation_config.json"));
@@ -1215,7 +1355,8 @@ static void mutations(void) {
 
 static void shared_models(void) {
     static const char *const names[] = {"micro-e2b", "micro-e4b", "micro-12b", "micro-31b", "micro-26b-a4b"};
-    static const int L[] = {10, 12, 6, 6, 6}, P[] = {16, 16, 0, 0, 0}, shared[] = {5, 5, 0, 0, 0}, full_heads[] = {1, 2, 1, 2, 2}, E[] = {0, 0, 0, 0, 8};
+    static const int L[] = {10, 12, 6, 6, 6}, P[] = {16, 16, 0, 0, 0}, shared[] = {5, 5, 0, 0, 0}, full_heads[] = {1, 2, 1, 2, 2},
+                     E[] = {0, 0, 0, 0, 8};
     const char *root = getenv("SHARED");
     if (!root || !*root) {
         SKIP("the checkpoints of SHARED: it is not set");
@@ -1231,9 +1372,9 @@ static void shared_models(void) {
         CHECK(!failed && !n_warnings, "%s: %s%s", path, failed ? err.text : "", warnings);
         if (!failed) {
             int last = c->num_hidden_layers - 1;
-            CHECK(c->num_hidden_layers == L[i] && c->hidden_size_per_layer_input == P[i] && c->num_kv_shared_layers == shared[i] && c->num_experts == E[i] &&
-                      c->layers[last].type == G4_FULL_ATTENTION && c->layers[last].head_dim == 32 && c->layers[0].head_dim == 16 &&
-                      c->layers[last].num_key_value_heads == full_heads[i],
+            CHECK(c->num_hidden_layers == L[i] && c->hidden_size_per_layer_input == P[i] && c->num_kv_shared_layers == shared[i] &&
+                      c->num_experts == E[i] && c->layers[last].type == G4_FULL_ATTENTION && c->layers[last].head_dim == 32 &&
+                      c->layers[0].head_dim == 16 && c->layers[last].num_key_value_heads == full_heads[i],
                   "%s: the config", names[i]);
             CHECK(model.layers[last].layer_scalar.data && !g4_checkpoint_ignored(&model, 0), "%s: all tensors are read", names[i]);
         }
@@ -1251,13 +1392,17 @@ static void shared_models(void) {
     int failed = g4_config_parse(&c, (const char *)f.data, f.size, path, &options, &err);
     CHECK(!failed && !n_warnings, "%s%s", failed ? err.text : "", warnings);
     if (!failed) {
-        CHECK(!strcmp(c.model_type, "gemma4") && c.num_hidden_layers == 35 && c.hidden_size == 1536 && c.num_attention_heads == 8 && c.hidden_size_per_layer_input == 256 &&
-                  c.num_kv_shared_layers == 20 && c.sliding_window == 512 && c.final_logit_softcapping == 30 && c.n_eos == 2 && c.eos_token_id[1] == 106,
+        CHECK(!strcmp(c.model_type, "gemma4") && c.num_hidden_layers == 35 && c.hidden_size == 1536 && c.num_attention_heads == 8 &&
+                  c.hidden_size_per_layer_input == 256 && c.num_kv_shared_layers == 20 && c.sliding_window == 512 &&
+                  c.final_logit_softcapping == 30 && c.n_eos == 2 && c.eos_token_id[1] == 106,
               "E2B");
         for (int l = 0; l < 35; l++) {
             int full = l % 5 == 4;
-            CHECK(c.layers[l].type == (full ? G4_FULL_ATTENTION : G4_SLIDING_ATTENTION) && c.layers[l].head_dim == (full ? 512 : 256) && c.layers[l].num_key_value_heads == 1 &&
-                      c.layers[l].intermediate_size == (l < 15 ? 6144 : 12288) && c.layers[l].kv_layer == (l < 15 ? l : full ? 14 : 13),
+            CHECK(c.layers[l].type == (full ? G4_FULL_ATTENTION : G4_SLIDING_ATTENTION) && c.layers[l].head_dim == (full ? 512 : 256) &&
+                      c.layers[l].num_key_value_heads == 1 && c.layers[l].intermediate_size == (l < 15 ? 6144 : 12288) &&
+                      c.layers[l].kv_layer == (l < 15 ? l
+                                               : full ? 14
+                                                      : 13),
                   "E2B, layer %d", l);
         }
         free(c.layers);

@@ -1,6 +1,7 @@
 /* test_cli.c - ./gemma4 as a process: what it prints, where, and its status, for every command and every kind of error.
  *
- * Uses the shipped model (models/austen), test/fixtures/e2b and 26b-a4b with transformers' results beside them, and files that are written here
+ * Uses the shipped model (models/austen), test/fixtures/e2b and 26b-a4b with transformers' results beside them,
+     and files that are written here
  * byte by byte. Values that a command must print are worked out here again. Needs a POSIX shell.
  */
 #define G4_EXACT_FLOAT
@@ -120,19 +121,23 @@ static void test_options(void) {
     expect_error("does not take --tensors", "$G logits --tensors x");
     expect_error("does not take --rtol", "$G run --rtol 1");
     expect_error("does not take --ctx", "$G diff --ctx 1 a b");
-    static const char *const with_value[] = {"-p", "-f", "--ids", "-n", "--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty", "--seed", "--backend",
-                                             "--threads", "--ctx", "--chunk", "--precision"};
+    static const char *const with_value[] = {
+        "-p", "-f", "--ids", "-n", "--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty", "--seed", "--backend", "--threads",
+        "--ctx", "--chunk", "--precision"
+    };
     for (int i = 0; i < 15; i++) expect_error("needs a value", "$G run $M %s", with_value[i]);
     expect_error("takes no value", "$G run --ignore-eos=1");
     expect_error("one of -p, -f and --ids", "$G run -p x -f y");
     expect_error("one of -p, -f and --ids", "$G hash -p x --ids 1");
     expect_error("right after the command", "$G run -p x $M");
     expect_error("right after the command", "$G run $M other");
-    static const char *const wrong[] = {"-n -1", "-n 2147483648", "-n 1.5", "-n ''", "-n 0x10", "-n ' 1'", "-n +1", "--temp -1", "--temp nan", "--temp inf", "--temp 1e999",
-                                        "--temp 0x1", "--temp 1,5", "--temp ''", "--temp 1e", "--temp true", "--temp '1 2'", "--top-k -1", "--top-k 99999999999", "--top-p 1.01", "--top-p -0.1",
-                                        "--min-p 2", "--repeat-penalty 0", "--repeat-penalty -1", "--seed -1", "--seed 18446744073709551616", "--seed x",
-                                        "--threads 0", "--threads 1025", "--threads x", "--ctx 0", "--ctx -1", "--ctx 2147483648", "--ctx 1099511627776", "--chunk 0", "--chunk 65537",
-                                        "--precision f16", "--precision ''"};
+    static const char *const wrong[] = {
+        "-n -1", "-n 2147483648", "-n 1.5", "-n ''", "-n 0x10", "-n ' 1'", "-n +1", "--temp -1", "--temp nan", "--temp inf",
+        "--temp 1e999", "--temp 0x1", "--temp 1,5", "--temp ''", "--temp 1e", "--temp true", "--temp '1 2'", "--top-k -1",
+        "--top-k 99999999999", "--top-p 1.01", "--top-p -0.1", "--min-p 2", "--repeat-penalty 0", "--repeat-penalty -1", "--seed -1",
+        "--seed 18446744073709551616", "--seed x", "--threads 0", "--threads 1025", "--threads x", "--ctx 0", "--ctx -1",
+        "--ctx 2147483648", "--ctx 1099511627776", "--chunk 0", "--chunk 65537", "--precision f16", "--precision ''"
+    };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         char name[32];
         snprintf(name, sizeof name, "%.*s", (int)strcspn(wrong[i], " "), wrong[i]);
@@ -144,16 +149,14 @@ static void test_options(void) {
     for (int i = 0; i < 5; i++) {
         static const char *const zero[] = {"0", "-0.0", "1e-7", "1e-45", "0e5"};
         static char first[sizeof out];
-        if (!strcmp(zero[i], "-0.0")) continue; /* begins like an option's value all the same: see below */
         sh("$G run $M --ids 1,2,3 -q -n 8 --temp %s --seed %d", zero[i], i);
         if (i == 0) strcpy(first, out);
         CHECK(status == 0 && !strcmp(out, first), "--temp %s is greedy: %s", zero[i], out);
     }
-    sh("$G run $M --ids 1,2,3 -q -n 8 --temp -0.0 --seed 9");
-    CHECK(status == 0, "--temp -0.0: %s", err_text);
 
     sh("$G run --backend list; GEMMA4_BACKEND=list $G hash");
-    CHECK(status == 0 && strstr(out, "scalar") && strstr(out, "can run here") && !*err_text, "--backend list: %d %s%s", status, out, err_text);
+    CHECK(status == 0 && strstr(out, "scalar") && strstr(out, "can run here") && !*err_text, "--backend list: %d %s%s", status, out,
+          err_text);
     expect_error("nosuch", "$G run $M --ids 1 --backend nosuch");
     expect_error("nosuch", "GEMMA4_BACKEND=nosuch $G run $M --ids 1");
     sh("GEMMA4_BACKEND=nosuch $G hash $M --ids 1 --backend scalar -q");
@@ -167,8 +170,10 @@ static void test_options(void) {
 }
 
 static void test_ids(void) {
-    static const char *const wrong[] = {"", ",", "1,", ",1", "1,,2", "+1", "-1", "1,-1", " 1", "1 ", "1, 2", "0x1", "1.0", "1a", "1;2", "99999999999", "2147483648",
-                                        "18446744073709551617", "\t1", "1\n2", "١"};
+    static const char *const wrong[] = {
+        "", ",", "1,", ",1", "1,,2", "+1", "-1", "1,-1", " 1", "1 ", "1, 2", "0x1", "1.0", "1a", "1;2", "99999999999", "2147483648",
+        "18446744073709551617", "\t1", "1\n2", "١"
+    };
     static const char *const commands[] = {"run", "hash", "logits", "trace", "score"};
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) expect_error("--ids", "$G %s $M -q --ids '%s'", commands[i % 5], wrong[i]);
     for (int i = 0; i < 5; i++) {
@@ -226,7 +231,8 @@ static void fixture_ids(const char *model, char *list, size_t room, const char *
     size_t n = 0;
     list[0] = 0;
     for (int64_t i = 0; t && i < t->shape[0]; i++)
-        n += (size_t)snprintf(list + n, room - n, "%s%d", i ? tensor[0] == 'i' ? "," : " " : "", (int)(t->data[4 * i] | t->data[4 * i + 1] << 8));
+        n += (size_t)snprintf(list + n, room - n, "%s%d", i ? tensor[0] == 'i' ? "," : " " : "",
+            (int)(t->data[4 * i] | t->data[4 * i + 1] << 8));
     g4_safetensors_close(&st);
 }
 
@@ -239,9 +245,15 @@ static void test_trace(void) {
     CHECK(status == 0 && !*err_text && lines(out) >= 5, "trace: %d %s", status, err_text);
     CHECK(!strstr(out, ".part"), "nothing else is left: %s", out);
     g4_safetensors t = open_file("t.safetensors");
-    static const char *const first[] = {"ids", "embeddings", "per_layer_inputs", "layers.0.k", "layers.0.v", "layers.0.q", "layers.0.attention", "layers.0.o_proj",
-                                        "layers.0.attn_residual", "layers.0.mlp", "layers.0.ffn_residual", "layers.0.ple_gate", "layers.0.ple", "layers.0.output", "layers.1.k"};
-    for (int i = 0; i < 15; i++) CHECK(i < t.n && !strcmp(t.tensors[i].name, first[i]), "tensor %d is %s, expected %s", i, i < t.n ? t.tensors[i].name : "-", first[i]);
+    static const char *const first[] = {
+        "ids", "embeddings", "per_layer_inputs", "layers.0.k", "layers.0.v", "layers.0.q", "layers.0.attention", "layers.0.o_proj",
+        "layers.0.attn_residual", "layers.0.mlp", "layers.0.ffn_residual", "layers.0.ple_gate", "layers.0.ple", "layers.0.output",
+        "layers.1.k"
+    };
+    for (int i = 0; i < 15; i++) {
+        const char *name = i < t.n ? t.tensors[i].name : "-";
+        CHECK(!strcmp(name, first[i]), "tensor %d is %s, expected %s", i, name, first[i]);
+    }
     CHECK(t.n > 2 && !strcmp(t.tensors[t.n - 2].name, "norm") && !strcmp(t.tensors[t.n - 1].name, "logits"), "norm and logits come last");
     CHECK(is_shape(g4_safetensors_find(&t, "ids"), "I32", 1, 20, 0, 0), "ids [T]");
     CHECK(is_shape(g4_safetensors_find(&t, "embeddings"), "F32", 2, 20, 36, 0), "embeddings [T][D]");
@@ -249,7 +261,8 @@ static void test_trace(void) {
     CHECK(is_shape(g4_safetensors_find(&t, "layers.9.output"), "F32", 2, 20, 36, 0), "layers.9.output [T][D]");
     CHECK(is_shape(g4_safetensors_find(&t, "norm"), "F32", 2, 20, 36, 0), "norm [T][D]");
     CHECK(is_shape(g4_safetensors_find(&t, "logits"), "F32", 2, 20, 160, 0), "logits [T][V]");
-    CHECK(g4_safetensors_find(&t, "layers.4.k") && !g4_safetensors_find(&t, "layers.5.k") && g4_safetensors_find(&t, "layers.5.q"), "k only where a layer owns it");
+    CHECK(g4_safetensors_find(&t, "layers.4.k") && !g4_safetensors_find(&t, "layers.5.k") && g4_safetensors_find(&t, "layers.5.q"),
+          "k only where a layer owns it");
 
     /* the hash, again; and the five best, again */
     const g4_st_tensor *logits = g4_safetensors_find(&t, "logits");
@@ -257,7 +270,9 @@ static void test_trace(void) {
     for (size_t i = 0; logits && i < logits->bytes; i++) hash = (hash ^ logits->data[i]) * 0x100000001b3u;
     char expected[64], more[256];
     snprintf(expected, sizeof expected, "%016llx\n", (unsigned long long)hash);
-    static const char *const ways[] = {"", "--chunk 1", "--chunk 3 --threads 1", "--chunk 7 --threads 3", "--ctx 20", "--no-mmap", "--backend scalar"};
+    static const char *const ways[] = {
+        "", "--chunk 1", "--chunk 3 --threads 1", "--chunk 7 --threads 3", "--ctx 20", "--no-mmap", "--backend scalar"
+    };
     for (int i = 0; i < 7; i++) {
         sh("$G hash $M --ids %s -q %s", ids, ways[i]);
         CHECK(status == 0 && !strcmp(out, expected) && !*err_text, "hash %s: %s%s, expected %s", ways[i], out, err_text, expected);
@@ -282,7 +297,8 @@ static void test_trace(void) {
     sh("$G logits $M --ids %s -q", ids);
     CHECK(!strcmp(out, more), "without -o only the last position is computed, to the same logits: %s", out);
     g4_safetensors l = open_file("l.safetensors");
-    CHECK(l.n == 2 && is_shape(&l.tensors[0], "I32", 1, 20, 0, 0) && is_shape(&l.tensors[1], "F32", 2, 20, 160, 0) && logits && !memcmp(l.tensors[1].data, logits->data, logits->bytes),
+    CHECK(l.n == 2 && is_shape(&l.tensors[0], "I32", 1, 20, 0, 0) && is_shape(&l.tensors[1], "F32", 2, 20, 160, 0) && logits
+          && !memcmp(l.tensors[1].data, logits->data, logits->bytes),
           "logits -o holds ids and logits");
     g4_safetensors_close(&l);
 
@@ -290,7 +306,8 @@ static void test_trace(void) {
     CHECK(status == 0, "the chunk changes no byte of a trace: %s", out);
     sh("$G trace $M --ids %s -o $D/g.safetensors -q --tensors 'layers.?.out*,norm'", ids);
     g4_safetensors g = open_file("g.safetensors");
-    CHECK(status == 0 && g.n == 11 && !strcmp(g.tensors[0].name, "layers.0.output") && !strcmp(g.tensors[10].name, "norm"), "--tensors: %d tensors %s", g.n, err_text);
+    CHECK(status == 0 && g.n == 11 && !strcmp(g.tensors[0].name, "layers.0.output") && !strcmp(g.tensors[10].name, "norm"),
+          "--tensors: %d tensors %s", g.n, err_text);
     g4_safetensors_close(&g);
     sh("$G trace $M --ids %s -o $D/g.safetensors -q --tensors '*.k' && $G diff $D/g.safetensors $D/t.safetensors | tail -n 1", ids);
     CHECK(status == 0 && !strcmp(out + strlen(out) - 19, "all 5 in tolerance\n"), "--tensors '*.k': %s", out);
@@ -311,15 +328,19 @@ static void test_trace(void) {
     g4_safetensors m = open_file("m.safetensors");
     int at = 0;
     while (at < m.n && strcmp(m.tensors[at].name, "layers.0.mlp")) at++;
-    CHECK(at + 4 < m.n && !strcmp(m.tensors[at + 1].name, "layers.0.router_index") && !strcmp(m.tensors[at + 2].name, "layers.0.router_weight")
+    CHECK(at + 4 < m.n && !strcmp(m.tensors[at + 1].name, "layers.0.router_index") && !strcmp(m.tensors[at + 2].name,
+          "layers.0.router_weight")
               && !strcmp(m.tensors[at + 3].name, "layers.0.experts") && !strcmp(m.tensors[at + 4].name, "layers.0.ffn_residual"),
           "the MoE's tensors follow the MLP's");
     g4_safetensors_close(&m);
 }
 
 static void test_writing(void) {
-    static const char *const commands[] = {"run $M --ids 1 -n 4", "hash $M --ids 1", "logits $M --ids 1", "trace $M --ids 1 -o $D/w.safetensors", "score $M --ids 1,2", "score $M --ids 1,2 --json",
-                                           "info $M", "info $M --json", "help", "help run", "--version", "run --backend list", "diff $D/t.safetensors $D/t.safetensors"};
+    static const char *const commands[] = {
+        "run $M --ids 1 -n 4", "hash $M --ids 1", "logits $M --ids 1", "trace $M --ids 1 -o $D/w.safetensors", "score $M --ids 1,2",
+        "score $M --ids 1,2 --json", "info $M", "info $M --json", "help", "help run", "--version", "run --backend list",
+        "diff $D/t.safetensors $D/t.safetensors"
+    };
     if (access("/dev/full", W_OK)) {
         SKIP("no /dev/full");
     } else {
@@ -327,16 +348,17 @@ static void test_writing(void) {
             sh("$G %s > /dev/full", commands[i]);
             CHECK(status == 2 && strstr(err_text, "gemma4: cannot write"), "%s > /dev/full: %d %s", commands[i], status, err_text);
         }
-        expect_error("/dev/full", "$G logits $M --ids 1 -q -o /dev/full");
-        sh("test -c /dev/full");
-        CHECK(status == 0, "/dev/full is still a device");
+        /* through a link: a program that replaced its output by renaming would replace the link, not the device */
+        expect_error("full", "ln -s /dev/full $D/full; $G logits $M --ids 1 -q -o $D/full");
+        sh("test -L $D/full && test -c $D/full");
+        CHECK(status == 0, "a device is written to and stays where it is");
     }
     for (size_t i = 0; i < sizeof commands / sizeof *commands; i++) {
         sh("$G %s >&-", commands[i]);
         CHECK(status == 2, "%s with stdout closed: %d %s", commands[i], status, err_text);
     }
-    sh("$G logits $M --ids 1 -q -o /dev/null && test -c /dev/null");
-    CHECK(status == 0, "-o /dev/null: %s", err_text);
+    sh("ln -s /dev/null $D/null; $G logits $M --ids 1 -q -o $D/null && test -L $D/null && test -c $D/null");
+    CHECK(status == 0, "-o to the null device: %s", err_text);
     expect_error("/nosuch/dir", "$G logits $M --ids 1 -q -o /nosuch/dir/x.safetensors");
     expect_error("cannot create", "$G logits $M --ids 1 -q -o $D");
     sh("$G logits $M --ids 1 -q -o $D/o.safetensors >&- ; $G diff $D/o.safetensors $D/o.safetensors -q");
@@ -386,7 +408,7 @@ static void test_run(void) {
     static char first[sizeof out];
     sh("$G run $M --ids 1,2,3 -n 40 --seed 7 --temp 1.5 --ignore-eos");
     strcpy(first, out);
-    CHECK(status == 0 && strstr(err_text, "seed 7") && strstr(err_text, "/s") && strstr(err_text, "scalar"), "the summary: %s", err_text);
+    CHECK(status == 0 && strstr(err_text, "seed 7") && strstr(err_text, "/s") && strstr(err_text, "backend "), "the summary: %s", err_text);
     sh("$G run $M --ids 1,2,3 -n 40 --seed 7 --temp 1.5 --ignore-eos -q --chunk 2 --threads 1");
     CHECK(!strcmp(out, first) && !*err_text, "a seed gives one text");
     sh("$G run $M --ids 1,2,3 -n 40 --seed 8 --temp 1.5 --ignore-eos -q");
@@ -412,7 +434,8 @@ static void test_run(void) {
     } else {
         first[third - out - 1] = 0;
         sh("mkdir -p $D/stop && cp $M/config.json $M/model.safetensors $D/stop && echo '{\"eos_token_id\": [3, %d], \"do_sample\": false}' > $D/stop/generation_config.json && $G run $D/stop --ids 9,8,7 -n 12 -q", stop);
-        CHECK(status == 0 && !strncmp(out, first, strlen(first)) && !strcmp(out + strlen(first), "\n"), "the stop id ends and is not printed: %s", out);
+        CHECK(status == 0 && !strncmp(out, first, strlen(first)) && !strcmp(out + strlen(first), "\n"),
+              "the stop id ends and is not printed: %s", out);
         sh("echo '{\"eos_token_id\": 3, \"suppress_tokens\": [%d]}' > $D/stop/generation_config.json && $G run $D/stop --ids 9,8,7 -n 12 -q --temp 0", id[0]);
         CHECK(status == 0 && atoi(out) != id[0], "suppress_tokens: %s", out);
         sh("$G logits $D/stop --ids 9,8,7 -q | head -n 1");
@@ -437,9 +460,11 @@ static void test_score(void) {
         for (int v = 0; v < 160; v++) total += exp((double)f32_at(t, (i - 1) * 160 + v));
         double expected = (double)f32_at(t, (i - 1) * 160 + id) - log(total);
         sum += expected;
-        CHECK(sscanf(line, "%d %d %lf", &n, &seen, &value) == 3 && n == i && seen == id && fabs(value - expected) < 1e-6, "token %d: %.60s, expected %f", i, line, expected);
+        CHECK(sscanf(line, "%d %d %lf", &n, &seen, &value) == 3 && n == i && seen == id && fabs(value - expected) < 1e-6,
+              "token %d: %.60s, expected %f", i, line, expected);
     }
-    CHECK(line && sscanf(line, "\nscored 19\nsum %lf\nperplexity %lf", &printed, &perplexity) == 2 && fabs(printed - sum) < 1e-5 && fabs(perplexity / exp(-sum / 19) - 1) < 1e-6,
+    CHECK(line && sscanf(line, "\nscored 19\nsum %lf\nperplexity %lf", &printed, &perplexity) == 2 && fabs(printed - sum) < 1e-5
+          && fabs(perplexity / exp(-sum / 19) - 1) < 1e-6,
           "the sum %f and the perplexity %f: %s", sum, exp(-sum / 19), line);
     g4_safetensors_close(&l);
     sh("$G score $M -q --json --ids %s", ids);
@@ -459,14 +484,19 @@ static void test_info(void) {
     g4_error err;
     int64_t n = 0;
     sh("$G info $M --json -q --ctx 100 --chunk 5");
-    CHECK(status == 0 && lines(out) == 1 && !*err_text && !g4_json_parse(&j, out, out_size, "info --json", &err), "info --json: %d %s", status, err_text);
+    CHECK(status == 0 && lines(out) == 1 && !*err_text && !g4_json_parse(&j, out, out_size, "info --json", &err), "info --json: %d %s",
+          status, err_text);
     const struct {
         const char *key;
         int64_t value;
-    } expected[] = {{"vocab_size", 160}, {"hidden_size", 36}, {"num_hidden_layers", 10}, {"num_attention_heads", 4}, {"hidden_size_per_layer_input", 8}, {"sliding_window", 6}, {"num_kv_shared_layers", 5},
-                    {"max_position_embeddings", 4096}, {"num_experts", 0}, {"embedding_parameters", 160 * 36}, {"per_layer_table_parameters", 160 * 80}, {"ctx", 100}};
+    } expected[] = {
+        {"vocab_size", 160}, {"hidden_size", 36}, {"num_hidden_layers", 10}, {"num_attention_heads", 4},
+        {"hidden_size_per_layer_input", 8}, {"sliding_window", 6}, {"num_kv_shared_layers", 5}, {"max_position_embeddings", 4096},
+        {"num_experts", 0}, {"embedding_parameters", 160 * 36}, {"per_layer_table_parameters", 160 * 80}, {"ctx", 100}
+    };
     for (size_t i = 0; i < sizeof expected / sizeof *expected; i++)
-        CHECK(!g4_json_int(&j, g4_json_get(&j, 0, expected[i].key), &n) && n == expected[i].value, "%s is %lld, expected %lld", expected[i].key, (long long)n, (long long)expected[i].value);
+        CHECK(!g4_json_int(&j, g4_json_get(&j, 0, expected[i].key), &n) && n == expected[i].value, "%s is %lld, expected %lld",
+              expected[i].key, (long long)n, (long long)expected[i].value);
     /* 4 sliding layers with own K/V of 16 in rings of 6 - 1 + 5, one full of 32 with 100 rows; 4 bytes, K and V; each rounded up to 64 bytes */
     CHECK(!g4_json_int(&j, g4_json_get(&j, 0, "kv_bytes"), &n) && n == 4 * 2 * 640 + 2 * 100 * 32 * 4, "kv_bytes %lld", (long long)n);
     uint32_t layer = j.nodes[g4_json_get(&j, 0, "layers")].first;
@@ -494,7 +524,8 @@ static void test_info(void) {
         if (!shared) total += count;
     }
     g4_safetensors_close(&st);
-    CHECK(parameters == total && streamed == total - 160 * 80, "parameters %lld, streamed %lld; the file has %lld", (long long)parameters, (long long)streamed, (long long)total);
+    CHECK(parameters == total && streamed == total - 160 * 80, "parameters %lld, streamed %lld; the file has %lld", (long long)parameters,
+          (long long)streamed, (long long)total);
     sh("$G info $M -q");
     CHECK(status == 0 && strstr(out, "of layer 3") && strstr(out, "none: "), "info: %s", out);
 }
@@ -535,11 +566,13 @@ static void test_diff(void) {
     sh("$G diff $D/a $D/a");
     CHECK(status == 0 && strstr(out, "all 1 in tolerance\n"), "equal: %d %s", status, out);
     sh("$G diff $D/a $D/b");
-    double max, rms, nmse, cosine;
+    double max = NAN, rms = NAN, nmse = NAN, cosine = NAN;
     int first = -1;
     char *row = strstr(out, "\nlogits");
-    CHECK(status == 1 && row && sscanf(row, "\nlogits %lf %lf %lf %lf %d", &max, &rms, &nmse, &cosine, &first) == 5, "unequal: %d %s", status, out);
-    CHECK(fabs(max - 3e-4) < 1e-6 && fabs(rms - 3e-4 / sqrt(6)) < 1e-6 && fabs(nmse / (9e-8 / 91.003) - 1) < 0.01 && fabs(cosine - 1) < 1e-8 && first == 4, "its figures: %s", row);
+    CHECK(status == 1 && row && sscanf(row, "\nlogits %lf %lf %lf %lf %d", &max, &rms, &nmse, &cosine, &first) == 5, "unequal: %d %s",
+          status, out);
+    CHECK(fabs(max - 3e-4) < 1e-6 && fabs(rms - 3e-4 / sqrt(6)) < 1e-6 && fabs(nmse / (9e-8 / 91.003) - 1) < 0.01
+          && fabs(cosine - 1) < 1e-8 && first == 4, "its figures: %s", row);
     CHECK(strstr(out, "[1][1]") && !strcmp(out + strlen(out) - 32, "\nfirst out of tolerance: logits\n"), "the last line: %s", out);
     sh("$G diff $D/a $D/tiny");
     CHECK(status == 0, "3e-5 is within 1e-5 times 6: %s", out);
@@ -548,7 +581,10 @@ static void test_diff(void) {
     const struct {
         const char *options;
         int status;
-    } bars[] = {{"--rtol 1e-4", 0}, {"--rtol 1e-5", 1}, {"--rtol 4e-5", 1}, {"--rtol 6e-5", 0}, {"--atol 1e-3", 0}, {"--atol 1e-4", 1}, {"--rtol 4e-5 --atol 1e-4", 0}, {"--rtol 0", 1}, {"--atol 0", 1}};
+    } bars[] = {
+        {"--rtol 1e-4", 0}, {"--rtol 1e-5", 1}, {"--rtol 4e-5", 1}, {"--rtol 6e-5", 0}, {"--atol 1e-3", 0}, {"--atol 1e-4", 1},
+        {"--rtol 4e-5 --atol 1e-4", 0}, {"--rtol 0", 1}, {"--atol 0", 1}
+    };
     for (int i = 0; i < 9; i++) {
         sh("$G diff $D/a $D/b %s", bars[i].options);
         CHECK(status == bars[i].status, "%s: status %d", bars[i].options, status);
@@ -558,12 +594,15 @@ static void test_diff(void) {
     static const char *const broken[] = {"a $D/nan", "nan $D/a", "nan $D/nan", "inf $D/a", "a $D/inf", "inf $D/inf"};
     for (int i = 0; i < 6; i++) {
         sh("$G diff $D/%s --atol 1e30", broken[i]);
-        CHECK(status == 1 && strstr(out, "1 not finite") && strstr(out, "first out of tolerance: logits"), "%s: %d %s", broken[i], status, out);
+        CHECK(status == 1 && strstr(out, "1 not finite") && strstr(out, "first out of tolerance: logits"), "%s: %d %s", broken[i], status,
+              out);
     }
-    put_safetensors("shape", "{\"logits\":{\"dtype\":\"F32\",\"shape\":[3,2],\"data_offsets\":[0,24]}}", "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 24);
+    put_safetensors("shape", "{\"logits\":{\"dtype\":\"F32\",\"shape\":[3,2],\"data_offsets\":[0,24]}}",
+        "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 24);
     sh("$G diff $D/a $D/shape");
     CHECK(status == 1 && strstr(out, "[2][3]") && strstr(out, "[3][2]"), "another shape: %d %s", status, out);
-    put_safetensors("rank", "{\"logits\":{\"dtype\":\"F32\",\"shape\":[6],\"data_offsets\":[0,24]}}", "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 24);
+    put_safetensors("rank", "{\"logits\":{\"dtype\":\"F32\",\"shape\":[6],\"data_offsets\":[0,24]}}",
+        "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 24);
     sh("$G diff $D/a $D/rank");
     CHECK(status == 1, "another rank: %d", status);
     put_safetensors("other", "{\"norm\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", "\0\0\0", 4);
@@ -585,12 +624,16 @@ static void test_diff(void) {
     static const struct {
         const char *type, *bytes;
         int size;
-    } types[] = {{"F64", "\0\0\0\0\0\0\360\77\0\0\0\0\0\0\0\100\0\0\0\0\0\0\10\300", 8}, {"F32", "\0\0\200\77\0\0\0\100\0\0\100\300", 4}, {"F16", "\0\74\0\100\0\302", 2},
-                 {"BF16", "\200\77\0\100\100\300", 2}, {"I64", "\1\0\0\0\0\0\0\0\2\0\0\0\0\0\0\0\375\377\377\377\377\377\377\377", 8}, {"I32", "\1\0\0\0\2\0\0\0\375\377\377\377", 4},
-                 {"I16", "\1\0\2\0\375\377", 2}, {"I8", "\1\2\375", 1}};
+    } types[] = {
+        {"F64", "\0\0\0\0\0\0\360\77\0\0\0\0\0\0\0\100\0\0\0\0\0\0\10\300", 8}, {"F32", "\0\0\200\77\0\0\0\100\0\0\100\300", 4},
+        {"F16", "\0\74\0\100\0\302", 2}, {"BF16", "\200\77\0\100\100\300", 2},
+        {"I64", "\1\0\0\0\0\0\0\0\2\0\0\0\0\0\0\0\375\377\377\377\377\377\377\377", 8}, {"I32", "\1\0\0\0\2\0\0\0\375\377\377\377", 4},
+        {"I16", "\1\0\2\0\375\377", 2}, {"I8", "\1\2\375", 1}
+    };
     for (int i = 0; i < 8; i++) {
         char header[128], name[16];
-        snprintf(header, sizeof header, "{\"norm\":{\"dtype\":\"%s\",\"shape\":[3],\"data_offsets\":[0,%d]}}", types[i].type, 3 * types[i].size);
+        snprintf(header, sizeof header, "{\"norm\":{\"dtype\":\"%s\",\"shape\":[3],\"data_offsets\":[0,%d]}}", types[i].type,
+            3 * types[i].size);
         snprintf(name, sizeof name, "type%d", i);
         put_safetensors(name, header, types[i].bytes, 3 * (size_t)types[i].size);
         sh("$G diff $D/type%d $D/type0 --atol 0", i);
@@ -603,12 +646,16 @@ static void test_diff(void) {
     CHECK(status == 1, "other ids: %s", out);
 
     /* the order is that of the forward pass, whatever the file's */
-    static const char *const names[] = {"ids", "embeddings", "per_layer_inputs", "layers.0.q", "layers.0.mlp", "layers.0.new", "layers.0.output", "layers.2.k", "layers.2.output", "layers.10.output", "norm", "logits", "zebra"};
+    static const char *const names[] = {
+        "ids", "embeddings", "per_layer_inputs", "layers.0.q", "layers.0.mlp", "layers.0.new", "layers.0.output", "layers.2.k",
+        "layers.2.output", "layers.10.output", "norm", "logits", "zebra"
+    };
     static const int shuffled[] = {9, 12, 0, 8, 4, 11, 2, 6, 1, 10, 7, 3, 5};
     char header[2048] = "{";
     char zeros[13 * 4] = {0};
     for (int i = 0; i < 13; i++)
-        sprintf(header + strlen(header), "%s\"%s\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[%d,%d]}", i ? "," : "", names[shuffled[i]], 4 * i, 4 * i + 4);
+        sprintf(header + strlen(header), "%s\"%s\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[%d,%d]}", i ? "," : "",
+            names[shuffled[i]], 4 * i, 4 * i + 4);
     strcat(header, "}");
     put_safetensors("order", header, zeros, sizeof zeros);
     for (int i = 0; i < 13; i++)
@@ -620,7 +667,8 @@ static void test_diff(void) {
         CHECK(!strncmp(at + 1, names[i], strlen(names[i])) && at[1 + strlen(names[i])] == ' ', "row %d is %s: %.40s", i, names[i], at + 1);
     CHECK(status == 1 && strstr(out, "\nfirst out of tolerance: layers.0.mlp\n"), "the first is the forward pass's: %s", out);
     /* a name with a newline does not make a line */
-    put_safetensors("evil", "{\"logits\":{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]},\"x\\nall 9 in tolerance\":{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]}}", "", 0);
+    put_safetensors("evil",
+        "{\"logits\":{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]},\"x\\nall 9 in tolerance\":{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]}}", "", 0);
     sh("$G diff $D/a $D/evil");
     CHECK(status == 1 && !strstr(out, "\nall 9"), "a name with a newline: %s", out);
 }
@@ -638,7 +686,8 @@ static void test_text(void) {
     strcpy(first, out);
     CHECK(status == 0 && lines(out) == 1 && !*err_text && strspn(out, "0123456789 \n") == strlen(out), "tokenize: %s", out);
     sh("printf 'It is a truth' > $D/text; $G tokenize -f $D/text; $G tokenize < $D/text");
-    CHECK(status == 0 && out_size == 2 * strlen(first) && !strncmp(out, first, strlen(first)) && !strcmp(out + strlen(first), first), "-f and stdin give the same: %s", out);
+    CHECK(status == 0 && out_size == 2 * strlen(first) && !strncmp(out, first, strlen(first)) && !strcmp(out + strlen(first), first),
+          "-f and stdin give the same: %s", out);
     sh("$G tokenize --bos -p 'It is a truth'; $G tokenize --bos -p '<bos>It is a truth'; $G tokenize -p '<bos>It is a truth'");
     snprintf(second, sizeof second, "2 %s2 %s2 %s", first, first, first);
     CHECK(!strcmp(out, second), "one BOS, never two: %s", out);
@@ -671,20 +720,32 @@ static void test_text(void) {
 
     /* JSON lines */
     sh("printf '%%s\\n%%s\\r\\n%%s' '{\"text\": \"It is a truth\"}' '{\"text\":\"\",\"more\":[1]}' '{\"text\":\"\\u00e9\\ud83d\\ude00\\u0000\\\"\\\\\\u007f\\n\"}' > $D/j; $G tokenize --jsonl < $D/j");
-    CHECK(status == 0 && lines(out) == 3 && !strncmp(out, "{\"ids\": [", 9) && strstr(out, "\n{\"ids\": []}\n"), "tokenize --jsonl: %s%s", out, err_text);
+    CHECK(status == 0 && lines(out) == 3 && !strncmp(out, "{\"ids\": [", 9) && strstr(out, "\n{\"ids\": []}\n"), "tokenize --jsonl: %s%s",
+          out, err_text);
     sh("$G tokenize --jsonl < $D/j | $G detokenize --jsonl");
-    CHECK(!strcmp(out, "{\"text\": \"It is a truth\"}\n{\"text\": \"\"}\n{\"text\": \"\\u00e9\\ud83d\\ude00\\u0000\\\"\\\\\\u007f\\u000a\"}\n"), "and back: %s", out);
+    CHECK(!strcmp(out,
+          "{\"text\": \"It is a truth\"}\n{\"text\": \"\"}\n{\"text\": \"\\u00e9\\ud83d\\ude00\\u0000\\\"\\\\\\u007f\\u000a\"}\n"),
+          "and back: %s", out);
     sh("echo '{\"text\": \"<bos>x\"}' | $G tokenize --jsonl --bos; echo '{\"ids\": [2]}' | $G detokenize --jsonl --skip-special");
-    CHECK(strstr(out, "{\"ids\": [2, ") && !strstr(out, "2, 2") && strstr(out, "{\"text\": \"\"}"), "with --bos and --skip-special: %s", out);
-    static const char *const bad_text[] = {"", "x", "[]", "null", "{}", "{\"text\": 1}", "{\"text\": null}", "{\"text\": \"a\"", "{\"text\": \"a\"}}", "{\"text\": \"\\ud800\"}", "{\"text\": \"a\", \"text\": \"b\"}", "{\"txt\": \"a\"}"};
+    CHECK(strstr(out, "{\"ids\": [2, ") && !strstr(out, "2, 2") && strstr(out, "{\"text\": \"\"}"), "with --bos and --skip-special: %s",
+          out);
+    static const char *const bad_text[] = {
+        "", "x", "[]", "null", "{}", "{\"text\": 1}", "{\"text\": null}", "{\"text\": \"a\"", "{\"text\": \"a\"}}",
+        "{\"text\": \"\\ud800\"}", "{\"text\": \"a\", \"text\": \"b\"}", "{\"txt\": \"a\"}"
+    };
     for (size_t i = 0; i < sizeof bad_text / sizeof *bad_text; i++) {
         sh("printf '%%s\\n' '{\"text\": \"a\"}' '%s' | $G tokenize --jsonl", bad_text[i]);
-        CHECK(status == 2 && lines(out) == 1 && strstr(err_text, "line 2") && lines(err_text) == 1, "%s: %d %s", bad_text[i], status, err_text);
+        CHECK(status == 2 && lines(out) == 1 && strstr(err_text, "line 2") && lines(err_text) == 1, "%s: %d %s", bad_text[i], status,
+              err_text);
     }
-    static const char *const bad_ids[] = {"{\"ids\": 1}", "{\"ids\": [1.5]}", "{\"ids\": [-1]}", "{\"ids\": [\"1\"]}", "{\"ids\": [99999999]}", "{\"ids\": [99999999999999999999]}", "{\"ids\": [1,]}", "{\"text\": \"a\"}"};
+    static const char *const bad_ids[] = {
+        "{\"ids\": 1}", "{\"ids\": [1.5]}", "{\"ids\": [-1]}", "{\"ids\": [\"1\"]}", "{\"ids\": [99999999]}",
+        "{\"ids\": [99999999999999999999]}", "{\"ids\": [1,]}", "{\"text\": \"a\"}"
+    };
     for (size_t i = 0; i < sizeof bad_ids / sizeof *bad_ids; i++) {
         sh("printf '%%s\\n' '{\"ids\": []}' '%s' | $G detokenize --jsonl", bad_ids[i]);
-        CHECK(status == 2 && lines(out) == 1 && strstr(err_text, "line 2") && lines(err_text) == 1, "%s: %d %s", bad_ids[i], status, err_text);
+        CHECK(status == 2 && lines(out) == 1 && strstr(err_text, "line 2") && lines(err_text) == 1, "%s: %d %s", bad_ids[i], status,
+              err_text);
     }
     expect_error("--jsonl", "$G tokenize --jsonl -p x");
     expect_error("--jsonl", "$G detokenize --jsonl 1");
@@ -701,7 +762,8 @@ static void test_text(void) {
     sh("$G logits -p 'It is' -q; $G logits -q --ids $($G tokenize --bos -p 'It is' | tr ' ' ,)");
     CHECK(status == 0 && lines(out) == 10 && !memcmp(out, out + out_size / 2, out_size / 2) && strchr(out, '"'), "logits of text: %s", out);
     sh("$G score -p 'It is a truth' -q --json");
-    CHECK(status == 0 && lines(out) == 1 && strstr(out, "\"piece\": \"<bos>\"") && strstr(out, "\"piece\": \" truth\""), "score of text: %s", out);
+    CHECK(status == 0 && lines(out) == 1 && strstr(out, "\"piece\": \"<bos>\"") && strstr(out, "\"piece\": \" truth\""),
+          "score of text: %s", out);
     expect_error("two at least", "$G score -p '' -q");
     expect_error("nosuch", "$G run -f $D/nosuch");
     expect_error("n_ctx 4", "$G run -q --ctx 4 -p 'It is a truth universally acknowledged'");

@@ -12,6 +12,9 @@
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 static g4_error err;
 
@@ -188,15 +191,16 @@ static void check_bits(const g4_model *m, const char *name, const int32_t *ids, 
 static void check_truncation(const g4_model *m, const char *name, const int32_t *ids, int T);
 static void check_memory(const g4_model *m, const char *name);
 
-/* Everything that is checked on one fixture. Returns 1 if the folder holds one. */
-static int check_fixture(const char *folder, const char *name) {
+/* Everything that is checked on one fixture, by one backend (NULL: the default). Returns 1 if the folder holds one. */
+static int check_fixture(const char *folder, const char *name, const char *backend) {
     char path[1200];
     g4_safetensors st;
     int T, n_greedy;
     snprintf(path, sizeof path, "%s/%s/expected.safetensors", folder, name);
     if (g4_safetensors_open(&st, path, 0, &err)) return 0;
     snprintf(path, sizeof path, "%s/%s", folder, name);
-    g4_model *m = g4_open(path, NULL, &err);
+    const g4_options options = {.backend = backend};
+    g4_model *m = g4_open(path, &options, &err);
     CHECK(m, "%s: %s", path, err.text);
     int32_t *ids = ints(&st, "ids", &T), *greedy = ints(&st, "greedy", &n_greedy);
     CHECK(ids && T > 0, "%s: no ids", path);
@@ -239,7 +243,7 @@ static int check_fixture(const char *folder, const char *name) {
 static int check_folder(const char *folder) {
     int n = 0;
     DIR *d = opendir(folder);
-    for (struct dirent *e; d && (e = readdir(d));) n += e->d_name[0] != '.' && check_fixture(folder, e->d_name);
+    for (struct dirent *e; d && (e = readdir(d));) n += e->d_name[0] != '.' && check_fixture(folder, e->d_name, "scalar") && check_fixture(folder, e->d_name, NULL);
     if (d) closedir(d);
     return n;
 }
@@ -407,11 +411,259 @@ static void check_model(const g4_model *m) {
     free(ids);
 }
 
+/* ---- what the fixtures are too small or too tame to show ----------------------------------------------------------------- */
+
+static const g4_run oracle = {.backend = &g4_backend_scalar, .threads = 1}, oracle_bf16 = {.backend = &g4_backend_scalar, .threads = 1, .precision = G4_BF16};
+
+static uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+/* A weight as files have it, little-endian: float32, or the upper half of it. */
+static void put_f32(unsigned char *p, float x) {
+    for (int i = 0; i < 4; i++) p[i] = (unsigned char)(bits_of(x) >> 8 * i);
+}
+static void put_bf16(unsigned char *p, float x) { p[0] = (unsigned char)(bits_of(x) >> 16), p[1] = (unsigned char)(bits_of(x) >> 24); }
+
+static g4_tensor tensor(const void *data, g4_dtype type, int64_t rows, int64_t cols) { return (g4_tensor){.data = data, .type = type, .rows = rows, .cols = cols}; }
+
+static void check_halves(void) {
+    static unsigned char table[65536][2];
+    static float y[65536];
+    static int32_t token[65536];
+    int wrong = 0, wrong_bf16 = 0;
+    for (int i = 0; i < 65536; i++) table[i][0] = (unsigned char)i, table[i][1] = (unsigned char)(i >> 8), token[i] = i;
+    g4_tensor halves = tensor(table, G4_TYPE_F16, 65536, 1);
+    for (int bf16 = 0; bf16 < 2; bf16++) {
+        g4_backend_scalar.embed(bf16 ? &oracle_bf16 : &oracle, y, &halves, token, 65536, 1);
+        for (int i = 0; i < 65536; i++) {
+            int e = i >> 10 & 31, m = i & 1023;
+            float x = (float)(e == 31 ? m ? NAN : INFINITY : e ? ldexp(1024 + m, e - 25) : ldexp(m, -24));
+            if (i & 0x8000) x = -x;
+            if (bf16) wrong_bf16 += isnan(x) ? !isnan(y[i]) : bits_of(y[i]) != bits_of(g4_bf16_round(x));
+            else wrong += isnan(x) ? !isnan(y[i]) : bits_of(y[i]) != bits_of(x);
+        }
+    }
+    CHECK(!wrong && !wrong_bf16, "%d of all halves are widened wrong, %d in bf16 precision", wrong, wrong_bf16);
+    static const uint32_t nans[] = {0x7f800001, 0x7fffffff, 0xff800001, 0xffffffff};
+    for (int i = 0; i < 4; i++) {
+        float x;
+        memcpy(&x, &nans[i], 4);
+        CHECK(isnan(g4_bf16_round(x)), "the NaN %08x becomes %g in bfloat16", (unsigned)nans[i], (double)g4_bf16_round(x));
+    }
+    CHECK(isinf(g4_expf(89)) && g4_expf(88) == 1.65163627e38f, "exp above the largest float is infinity: %g", (double)g4_expf(89));
+    /* the factor is rounded before it is used: sqrt(1536) = 39.19 is 39.25 in bfloat16, and 1.5 of those are 59, not 58.75 */
+    unsigned char one_and_half[2];
+    put_bf16(one_and_half, 1.5f);
+    g4_tensor small = tensor(one_and_half, G4_TYPE_BF16, 1, 1);
+    g4_backend_scalar.embed(&oracle_bf16, y, &small, (int32_t[]){0}, 1, 39.191836f);
+    CHECK(y[0] == 59, "an embedding in bf16 precision: %g", (double)y[0]);
+}
+
+/* The rule of the 16 lanes once more, element by element, for all lengths and types. */
+static void check_lanes(void) {
+    enum { MOST = 1100 };
+    static unsigned char f32[2][MOST][4], bf16[2][MOST][2];
+    static float w[2][MOST], x[MOST];
+    int wrong[2][2] = {{0}};
+    for (int n = 1; n <= MOST; n += n < 70 ? 1 : n % 2 ? 171 : 100) {
+        unsigned char *p = f32[0][0], *q = bf16[0][0];
+        for (int r = 0; r < 2; r++)
+            for (int i = 0; i < n; i++, p += 4, q += 2) {
+                x[i] = ((float)rng() - 2147483648.0f) * 0x1p-30f;
+                w[r][i] = ((float)rng() - 2147483648.0f) * 0x1p-30f;
+                put_f32(p, w[r][i]);
+                put_bf16(q, g4_bf16_round(w[r][i]));
+            }
+        for (int type = 0; type < 2; type++)
+            for (int precision = 0; precision < 2; precision++) {
+                g4_tensor W = type ? tensor(bf16, G4_TYPE_BF16, 2, n) : tensor(f32, G4_TYPE_F32, 2, n);
+                float y[2];
+                g4_backend_scalar.matmul(precision ? &oracle_bf16 : &oracle, y, &W, x, 1);
+                for (int r = 0; r < 2; r++) {
+                    float lane[16] = {0};
+                    for (int i = 0; i < n; i++) {
+                        volatile float product = (type || precision ? g4_bf16_round(w[r][i]) : w[r][i]) * x[i];
+                        lane[i % 16] += product;
+                    }
+                    for (int k = 8; k; k /= 2)
+                        for (int j = 0; j < k; j++) lane[j] += lane[j + k];
+                    wrong[type][precision] += bits_of(y[r]) != bits_of(precision ? g4_bf16_round(lane[0]) : lane[0]);
+                }
+            }
+    }
+    CHECK(!wrong[0][0] && !wrong[0][1] && !wrong[1][0] && !wrong[1][1], "dot products with other bits: float32 %d, in bf16 precision %d; bfloat16 %d, %d", wrong[0][0], wrong[0][1],
+          wrong[1][0], wrong[1][1]);
+}
+
+/* Rows wider than the 512 weights that are widened at once; scores and router logits whose exponentials overflow; ties. */
+static void check_extremes(void) {
+    enum { D = 700, E = 5, K = 2 };
+    static unsigned char w[D][4], proj[E][D][4], scale[E][4];
+    static float x[D], y[D], n[D], logits[E];
+    static const float scales[E] = {2, 3, 5, 7, 11};
+    int wrong = 0;
+    for (int i = 0; i < D; i++) put_f32(w[i], (float)i), x[i] = 1;
+    g4_tensor weight = tensor(w, G4_TYPE_F32, 1, D);
+    g4_backend_scalar.norm(&oracle, y, x, &weight, 1, D, 1e-12f);
+    for (int i = 0; i < D; i++) wrong += fabsf(y[i] - (float)i) > 1e-3f;
+    CHECK(!wrong, "norm of a wide row: %d of %d are wrong", wrong, D);
+
+    /* only x[D - 1] is not 0, so its norm is sqrt(D), and the router's logits are {0, factor, 0, 0, 0} */
+    static const float factors[] = {3, 1000, -1000};
+    for (int f = 0; f < 3; f++) {
+        int32_t index[K];
+        float chosen[K];
+        memset(x, 0, sizeof x), memset(proj, 0, sizeof proj), memset(w, 0, sizeof w);
+        x[D - 1] = 17;
+        put_f32(proj[1][D - 1], 1);
+        put_f32(w[D - 1], factors[f]);
+        for (int e = 0; e < E; e++) put_f32(scale[e], scales[e]);
+        g4_layer layer = {.router_proj = tensor(proj, G4_TYPE_F32, E, D), .router_scale = weight, .per_expert_scale = tensor(scale, G4_TYPE_F32, 1, E)};
+        g4_backend_scalar.router(&oracle, &(g4_router_args){.index = index, .weight = chosen, .h = x, .layer = &layer, .T = 1, .D = D, .E = E, .K = K, .eps = 1e-12f, .n = n,
+                                                            .logits = logits});
+        if (f < 2) {
+            double share = 1 / (1 + exp(-(double)factors[f]));
+            CHECK(index[0] == 0 && index[1] == 1 && fabs(chosen[0] - 2 * (1 - share)) < 1e-5 && fabs(chosen[1] - 3 * share) < 1e-5,
+                  "router with a logit of %g: experts %d and %d, weights %g and %g", (double)factors[f], (int)index[0], (int)index[1], (double)chosen[0], (double)chosen[1]);
+        } else {
+            CHECK(index[0] == 0 && index[1] == 2 && chosen[0] == 1 && chosen[1] == 2.5f, "router with equal ones: experts %d and %d, weights %g and %g", (int)index[0], (int)index[1],
+                  (double)chosen[0], (double)chosen[1]);
+        }
+    }
+
+    for (int sign = -1; sign <= 1; sign += 2) { /* scores +-1000 and +-1001 */
+        float k[4] = {10, 0, 10.01f, 0}, v[4] = {0, 5, 1, 5}, cache[8], o[2], q[2] = {100 * (float)sign, 0}, scores[2];
+        int32_t seq[2] = {0, 0}, pos[2] = {0, 1};
+        g4_kv kv = {.k = cache, .v = cache + 4, .G = 1, .dh = 2, .R = 2, .window = 2};
+        g4_backend_scalar.kv_store(&oracle, &kv, k, v, &(g4_rows){.seq = seq, .pos = pos, .T = 2});
+        g4_backend_scalar.attention(&oracle, &(g4_attention_args){.o = o, .q = q, .kv = &kv, .rows = &(g4_rows){.seq = seq, .pos = pos + 1, .T = 1}, .H = 1, .scores = scores, .ctx = 2});
+        double share = 1 / (1 + exp(-(double)sign));
+        CHECK(fabs(o[0] - share) < 1e-3 && fabsf(o[1] - 5) < 1e-5f, "attention over scores of %d: %g, expected %g", 1000 * sign, (double)o[0], share);
+    }
+}
+
+/* n bytes that cost nothing until they are touched. NULL: the system has no such thing. */
+static unsigned char *reserve(uint64_t n) {
+#if defined(__linux__) && UINTPTR_MAX > 0xffffffffu
+    void *p = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return p == MAP_FAILED ? NULL : p;
+#else
+    (void)n;
+    return NULL;
+#endif
+}
+
+static void release(void *p, uint64_t n) {
+#if defined(__linux__) && UINTPTR_MAX > 0xffffffffu
+    if (p) munmap(p, n);
+#else
+    (void)p, (void)n;
+#endif
+}
+
+/* Tables, caches and experts of more than 2^31 elements or bytes: what lies at their end is found. */
+static void check_large_offsets(void) {
+    enum { N = 1024, R = 1 << 20, Fe = 512, LAST = 1100 };
+    const uint64_t table_bytes = (uint64_t)N * 2 * ((1 << 21) + 8), cache_bytes = (uint64_t)4 * N * ((uint64_t)3 * R + 8), gate_bytes = (uint64_t)2 * 2 * Fe * N * (LAST + 1),
+                   down_bytes = (uint64_t)2 * N * Fe * (LAST + 1);
+    unsigned char *table = reserve(table_bytes), *k = reserve(cache_bytes), *v = reserve(cache_bytes), *gate_up = reserve(gate_bytes), *down = reserve(down_bytes);
+    static float y[2 * N], x[N], gate[2 * Fe], z[N];
+    if (table && k && v && gate_up && down) {
+        int32_t token = (1 << 21) + 5, seq = 1, pos = 3, expert = LAST;
+        put_bf16(table + 2 * ((size_t)token * N + 7), 3);
+        g4_tensor large = tensor(table, G4_TYPE_BF16, token + 1, N);
+        g4_backend_scalar.embed(&oracle, y, &large, &token, 1, 2);
+        CHECK(y[7] == 6 && y[6] == 0, "row %d of a table: %g", (int)token, (double)y[7]);
+
+        g4_kv kv = {.k = (float *)(void *)k, .v = (float *)(void *)v, .G = 2, .dh = N, .R = R, .window = 1};
+        float o[2 * N], score;
+        for (int i = 0; i < 2 * N; i++) y[i] = (float)i;
+        g4_rows row = {.seq = &seq, .pos = &pos, .T = 1};
+        g4_backend_scalar.kv_store(&oracle, &kv, y, y, &row);
+        CHECK(kv.k[((size_t)2 * R + 3) * N + 9] == 9 && kv.v[((size_t)3 * R + 3) * N + 9] == N + 9, "the second sequence of a large cache is stored elsewhere");
+        g4_backend_scalar.attention(&oracle, &(g4_attention_args){.o = o, .q = y, .kv = &kv, .rows = &row, .H = 2, .scores = &score, .ctx = 1});
+        CHECK(!memcmp(o, y, sizeof o), "the second sequence of a large cache is read elsewhere");
+
+        put_bf16(gate_up + (size_t)2 * 2 * Fe * N * LAST, 1);           /* gate row 0 is 1 0 0 ... */
+        put_bf16(gate_up + (size_t)2 * N * (2 * (size_t)Fe * LAST + Fe), 2); /* up row 0 is 2 0 0 ... */
+        put_bf16(down + 2 * ((size_t)N * LAST + 3) * Fe, 1);            /* down row 3 is 1 0 0 ... */
+        g4_layer layer = {.experts_gate_up_proj = tensor(gate_up, G4_TYPE_BF16, (int64_t)(LAST + 1) * 2 * Fe, N), .experts_down_proj = tensor(down, G4_TYPE_BF16, (int64_t)(LAST + 1) * N, Fe)};
+        float weight = 0.5f;
+        x[0] = 1.5f;
+        g4_backend_scalar.experts(&oracle, &(g4_experts_args){.y = z, .x = x, .index = &expert, .weight = &weight, .layer = &layer, .T = 1, .D = N, .K = 1, .Fe = Fe, .gate_up = gate, .down = y});
+        CHECK(z[3] == g4_gelu_tanh(1.5f) * 3 * 0.5f && z[2] == 0, "expert %d: %g", LAST, (double)z[3]);
+    } else {
+        SKIP("offsets beyond 2^31: no memory that costs nothing here");
+    }
+    release(table, table_bytes), release(k, cache_bytes), release(v, cache_bytes), release(gate_up, gate_bytes), release(down, down_bytes);
+}
+
+/* What a state remembers of its past: truncated, refilled in part, truncated again. And its defaults and bounds. */
+static void check_state(void) {
+    g4_model *m = g4_open("test/fixtures/e2b", NULL, &err);
+    CHECK(m, "%s", err.text);
+    if (!m) return;
+    const g4_config *c = g4_get_config(m);
+    enum { T = 30, CHUNK = 6 };
+    size_t V = (size_t)c->vocab_size, row = sizeof(float) * V;
+    int32_t ids[T];
+    float *whole = room(row * T), *other = room(row * T);
+    for (int i = 0; i < T; i++) ids[i] = (int32_t)(rng() % V);
+    g4_state *s = new_state(m, T, CHUNK, 1, 1);
+    int lowest = T - CHUNK; /* the ring holds W - 1 + CHUNK positions, and the next token needs W - 1 of them */
+    CHECK(!feed(s, ids, T, whole) && g4_truncate(s, 0, lowest - 1, &err) && !g4_truncate(s, 0, lowest, &err), "%d tokens: %s", T, err.text);
+    CHECK(!feed(s, ids + lowest, 1, other) && g4_truncate(s, 0, lowest - 1, &err), "what was overwritten before the last truncation is not there again");
+    CHECK(!g4_truncate(s, 0, lowest, &err) && !feed(s, ids + lowest, CHUNK, other) && !memcmp(whole + V * (size_t)lowest, other, row * CHUNK), "truncated twice: other bits");
+    CHECK(!g4_truncate(s, 0, 0, &err) && !feed(s, ids, 3, other) && !g4_truncate(s, 0, 2, &err) && !feed(s, ids + 2, 2, other) && !memcmp(whole + V * 2, other, row * 2),
+          "an emptied sequence forgets its past: %s", err.text);
+    CHECK(g4_length(s, 0) == 4 && g4_length(s, 1) == -1 && g4_length(s, -1) == -1, "lengths");
+    g4_state_close(s);
+
+    s = g4_state_open(m, NULL, &err);
+    CHECK(s, "%s", err.text);
+    if (s) {
+        const g4_state_options *o = g4_state_get_options(s);
+        CHECK(o->ctx == (c->max_position_embeddings < 4096 ? c->max_position_embeddings : 4096) && o->chunk == 128 && o->n_seqs == 1 && o->threads >= 1 && o->precision == G4_F32,
+              "defaults: ctx %d, chunk %d, n_seqs %d, threads %d", o->ctx, o->chunk, o->n_seqs, o->threads);
+    }
+    g4_state_close(s);
+    g4_state_close(NULL);
+    g4_close(NULL);
+
+    /* sizes that no size_t holds: as a product, and only once a float has 4 bytes */
+    g4_model huge = *m;
+    g4_layer_config *layers = room(sizeof *layers * (size_t)c->num_hidden_layers);
+    static const int heads[] = {4096, 2};
+    for (int i = 0; i < 2; i++) {
+        memcpy(layers, c->layers, sizeof *layers * (size_t)c->num_hidden_layers);
+        for (int l = 0; l < c->num_hidden_layers; l++) layers[l].num_key_value_heads = heads[i], layers[l].head_dim = 65536;
+        huge.config.layers = layers;
+        huge.config.max_position_embeddings = 1 << 30;
+        g4_state_options o = {.ctx = 1 << 30, .n_seqs = 65536, .threads = 1};
+        CHECK(!g4_state_bytes(&huge, &o, NULL), "2^%d floats for each cache are said to fit", i ? 63 : 74);
+        s = g4_state_open(&huge, &o, &err);
+        CHECK(!s && strstr(err.text, "more than can be addressed"), "2^%d floats for each cache: %s", i ? 63 : 74, s ? "opened" : err.text);
+        g4_state_close(s);
+    }
+    free(layers);
+    free(whole);
+    free(other);
+    g4_close(m);
+}
+
 int main(void) {
     const char *shared = getenv("SHARED");
     char path[1000];
     check_functions();
     check_operations();
+    check_halves();
+    check_lanes();
+    check_extremes();
+    check_large_offsets();
+    check_state();
     int n = check_folder("test/fixtures");
     CHECK(n >= 5, "test/fixtures holds %d fixtures", n);
     if (shared && *shared) {

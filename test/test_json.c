@@ -141,8 +141,27 @@ static void strings(void) {
     accepts("\"\\u0000\"", "1\"\"");
 
     static const char *const bad[] = {
-        "\x80", "\xbf", "\xc0\x80", "\xc1\xbf", "\xc2", "\xc3(", "\xe0\x9f\xbf", "\xe0\x80\x80", "\xe2\x82", "\xe2\x28\xa1", "\xe2\x82(", "\xed\xa0\x80",
-        "\xed\xbf\xbf", "\xf0\x8f\xbf\xbf", "\xf0\x9f\x98", "\xf0\x28\x8c\xbc", "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xf8\x88\x80\x80\x80", "\xfe", "\xff",
+        "\x80",
+        "\xbf",
+        "\xc0\x80",
+        "\xc1\xbf",
+        "\xc2",
+        "\xc3(",
+        "\xe0\x9f\xbf",
+        "\xe0\x80\x80",
+        "\xe2\x82",
+        "\xe2\x28\xa1",
+        "\xe2\x82(",
+        "\xed\xa0\x80",
+        "\xed\xbf\xbf",
+        "\xf0\x8f\xbf\xbf",
+        "\xf0\x9f\x98",
+        "\xf0\x28\x8c\xbc",
+        "\xf4\x90\x80\x80",
+        "\xf5\x80\x80\x80",
+        "\xf8\x88\x80\x80\x80",
+        "\xfe",
+        "\xff",
     };
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         char text[64], key[64];
@@ -213,9 +232,11 @@ static void duplicates(void) {
     static const int counts[] = {8, 9, 10, 33, 1000, 20000}, twins[][2] = {{-1, -1}, {0, 1}, {0, 7}, {3, 7}, {1, -2}, {-3, -2}};
     for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
         for (size_t t = 0; t < sizeof twins / sizeof twins[0]; t++) {
-            int a = twins[t][0] < -1 ? counts[c] + twins[t][0] + 1 : twins[t][0], b = twins[t][1] < -1 ? counts[c] + twins[t][1] + 1 : twins[t][1];
+            int a = twins[t][0] < -1 ? counts[c] + twins[t][0] + 1 : twins[t][0],
+                b = twins[t][1] < -1 ? counts[c] + twins[t][1] + 1 : twins[t][1];
             size_t n = 0;
-            for (int i = 0; i < counts[c]; i++) n += (size_t)snprintf(text + n, room - n, "%s\"key %d\":%d", i ? "," : "{", i == b && b >= 0 ? a : i, i);
+            for (int i = 0; i < counts[c]; i++)
+                n += (size_t)snprintf(text + n, room - n, "%s\"key %d\":%d", i ? "," : "{", i == b && b >= 0 ? a : i, i);
             n += (size_t)snprintf(text + n, room - n, "}");
             g4_json j;
             if (b >= 0) {
@@ -273,7 +294,8 @@ static void duplicates(void) {
 }
 
 static void numbers(void) {
-    static const char *const bad[] = {"-", "+1", ".5", "1.", "1.e5", "01", "-01", "00", "1e", "1e+", "1E-", "0x10", "1_000", "1,5", "1e5.5", "--1", "1e400x"};
+    static const char *const bad[] = {"-",   "+1",  ".5",   "1.",    "1.e5", "01",    "-01", "00",    "1e",
+                                      "1e+", "1E-", "0x10", "1_000", "1,5",  "1e5.5", "--1", "1e400x"};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) refuses(bad[i], "T: line 1 column");
 
     static const struct {
@@ -281,11 +303,31 @@ static void numbers(void) {
         int fits;
         int64_t value;
     } ints[] = {
-        {"0", 1, 0}, {"-0", 1, 0}, {"-0.0e5", 1, 0}, {"7", 1, 7}, {"-7", 1, -7}, {"1e3", 1, 1000}, {"1.5e1", 1, 15}, {"1500e-2", 1, 15}, {"1.5", 0, 0},
-        {"1e-1", 0, 0}, {"15e-1", 0, 0}, {"2.0", 1, 2}, {"9223372036854775807", 1, INT64_MAX}, {"9223372036854775808", 0, 0},
-        {"-9223372036854775808", 1, INT64_MIN}, {"-9223372036854775809", 0, 0}, {"18446744073709551616", 0, 0}, {"1e18", 1, 1000000000000000000},
-        {"1e19", 0, 0}, {"1e99999999999999999999", 0, 0}, {"0e99999999999999999999", 1, 0}, {"0.000e-99999999999999999999", 1, 0},
-        {"1e-99999999999999999999", 0, 0}, {"100000000000000000000000000000e-28", 1, 10}, {"0.00000000000000000001e20", 1, 1},
+        {"0", 1, 0},
+        {"-0", 1, 0},
+        {"-0.0e5", 1, 0},
+        {"7", 1, 7},
+        {"-7", 1, -7},
+        {"1e3", 1, 1000},
+        {"1.5e1", 1, 15},
+        {"1500e-2", 1, 15},
+        {"1.5", 0, 0},
+        {"1e-1", 0, 0},
+        {"15e-1", 0, 0},
+        {"2.0", 1, 2},
+        {"9223372036854775807", 1, INT64_MAX},
+        {"9223372036854775808", 0, 0},
+        {"-9223372036854775808", 1, INT64_MIN},
+        {"-9223372036854775809", 0, 0},
+        {"18446744073709551616", 0, 0},
+        {"1e18", 1, 1000000000000000000},
+        {"1e19", 0, 0},
+        {"1e99999999999999999999", 0, 0},
+        {"0e99999999999999999999", 1, 0},
+        {"0.000e-99999999999999999999", 1, 0},
+        {"1e-99999999999999999999", 0, 0},
+        {"100000000000000000000000000000e-28", 1, 10},
+        {"0.00000000000000000001e20", 1, 1},
     };
     for (size_t i = 0; i < sizeof ints / sizeof ints[0]; i++) {
         g4_json j;
@@ -295,7 +337,8 @@ static void numbers(void) {
             continue;
         }
         int failed = g4_json_int(&j, 0, &value);
-        CHECK(failed == (ints[i].fits ? 0 : -1) && value == (ints[i].fits ? ints[i].value : 123), "%s: %d, %lld", ints[i].text, failed, (long long)value);
+        CHECK(failed == (ints[i].fits ? 0 : -1) && value == (ints[i].fits ? ints[i].value : 123), "%s: %d, %lld", ints[i].text, failed,
+              (long long)value);
         g4_json_free(&j);
     }
 
@@ -304,16 +347,38 @@ static void numbers(void) {
         const char *text;
         double value;
     } doubles[] = {
-        {"0", 0.0}, {"-0", -0.0}, {"0e999999999999", 0.0}, {"1", 1.0}, {"-1", -1.0}, {"0.1", 0.1}, {"1e-6", 1e-6}, {"0.95", 0.95}, {"30.0", 30.0},
-        {"1000000.0", 1e6}, {"3.141592653589793238462643383279", 3.141592653589793}, {"1e22", 1e22}, {"1e23", 1e23}, {"8.5e22", 8.5e22},
-        {"123456789012345678901234567890", 123456789012345678901234567890.0}, {"9007199254740993", 0x1p53},             /* 2^53 + 1, a tie: to even */
-        {"9007199254740995", 0x1.0000000000002p53}, {"9007199254740993.00000000000000000000000000000000000001", 0x1.0000000000001p53},
-        {"1.7976931348623157e308", 0x1.fffffffffffffp1023}, {"1.7976931348623158e308", 0x1.fffffffffffffp1023},
-        {"2.2250738585072014e-308", 0x1p-1022}, {"2.2250738585072011e-308", 0x0.fffffffffffffp-1022}, {"4.9406564584124654e-324", 0x1p-1074},
-        {"2.4703282292062328e-324", 0x1p-1074}, {"2.4703282292062327e-324", 0.0}, {"1e-400", 0.0}, {"-1e-400", -0.0}, {"1e-99999999999999999999", 0.0},
-        {"7.4109846876186981626e-324", 0x1p-1074}, {"7.4109846876186982e-324", 0x1p-1073},                              /* beside 1.5 of the least step */
-        {"0.500000000000000166533453693773481063544750213623046875", 0x1.0000000000002p-1},                             /* 1/2 + 1.5 steps: to even */
-        {"0.500000000000000055511151231257827021181583404541015625", 0x1p-1},                                          /* 1/2 + half a step: to even */
+        {"0", 0.0},
+        {"-0", -0.0},
+        {"0e999999999999", 0.0},
+        {"1", 1.0},
+        {"-1", -1.0},
+        {"0.1", 0.1},
+        {"1e-6", 1e-6},
+        {"0.95", 0.95},
+        {"30.0", 30.0},
+        {"1000000.0", 1e6},
+        {"3.141592653589793238462643383279", 3.141592653589793},
+        {"1e22", 1e22},
+        {"1e23", 1e23},
+        {"8.5e22", 8.5e22},
+        {"123456789012345678901234567890", 123456789012345678901234567890.0},
+        {"9007199254740993", 0x1p53}, /* 2^53 + 1, a tie: to even */
+        {"9007199254740995", 0x1.0000000000002p53},
+        {"9007199254740993.00000000000000000000000000000000000001", 0x1.0000000000001p53},
+        {"1.7976931348623157e308", 0x1.fffffffffffffp1023},
+        {"1.7976931348623158e308", 0x1.fffffffffffffp1023},
+        {"2.2250738585072014e-308", 0x1p-1022},
+        {"2.2250738585072011e-308", 0x0.fffffffffffffp-1022},
+        {"4.9406564584124654e-324", 0x1p-1074},
+        {"2.4703282292062328e-324", 0x1p-1074},
+        {"2.4703282292062327e-324", 0.0},
+        {"1e-400", 0.0},
+        {"-1e-400", -0.0},
+        {"1e-99999999999999999999", 0.0},
+        {"7.4109846876186981626e-324", 0x1p-1074},
+        {"7.4109846876186982e-324", 0x1p-1073},                                             /* beside 1.5 of the least step */
+        {"0.500000000000000166533453693773481063544750213623046875", 0x1.0000000000002p-1}, /* 1/2 + 1.5 steps: to even */
+        {"0.500000000000000055511151231257827021181583404541015625", 0x1p-1},               /* 1/2 + half a step: to even */
         {"0.5000000000000000555111512312578270211815834045410156250000000000000000000000000000001", 0x1.0000000000001p-1},
     };
     for (int german = 0; german < 2; german++) {
@@ -329,7 +394,8 @@ static void numbers(void) {
                 continue;
             }
             int failed = g4_json_double(&j, 0, &value);
-            CHECK(!failed && !memcmp(&value, &doubles[i].value, sizeof value), "%s: expected %a, found %a", doubles[i].text, doubles[i].value, value);
+            CHECK(!failed && !memcmp(&value, &doubles[i].value, sizeof value), "%s: expected %a, found %a", doubles[i].text, doubles[i].value,
+                  value);
             g4_json_free(&j);
         }
     }
@@ -368,14 +434,16 @@ static void numbers(void) {
     double d = 5;
     if (!parse(&j, "[\"1\",null,true,[],{}]")) {
         for (uint32_t node = 0; node < j.n_nodes + 2; node++)
-            CHECK(g4_json_int(&j, node, &i) == -1 && g4_json_double(&j, node, &d) == -1 && !g4_json_get(&j, node, "1"), "node %u is taken for a number", (unsigned)node);
+            CHECK(g4_json_int(&j, node, &i) == -1 && g4_json_double(&j, node, &d) == -1 && !g4_json_get(&j, node, "1"),
+                  "node %u is taken for a number", (unsigned)node);
         g4_json_free(&j);
     }
 }
 
 /* Whatever the bytes are: an answer, and no read or write outside. Each prefix of the text is refused; random changes may be either. */
 static void mutations(void) {
-    static const char text[] = "{\"a\": [1, -2.5e-3, true, null, \"x\\n\\u00e9\\ud83d\\ude00\"], \"b\xc3\xa9\": {\"c\": {}, \"d\": [], \"e\": [[[\"deep\"]]]}, \"f\": false}";
+    static const char text[] = "{\"a\": [1, -2.5e-3, true, null, \"x\\n\\u00e9\\ud83d\\ude00\"], \"b\xc3\xa9\": {\"c\": {}, \"d\": [], \"e\": "
+                               "[[[\"deep\"]]]}, \"f\": false}";
     size_t n = sizeof text - 1;
     char changed[sizeof text];
     uint64_t seed = 7;

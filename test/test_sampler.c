@@ -6,9 +6,6 @@
 #include <float.h>
 #include <math.h>
 
-double g4_exp(double x);
-double g4_log_sum_exp(const float *x, int n);
-
 static const g4_sampling off = {.temperature = 1, .top_k = 0, .top_p = 1, .min_p = 0, .repeat_penalty = 1};
 
 /* g4_sample on a copy of logits. n is the position: the history is that many zeros, which a repeat penalty of 1 ignores. */
