@@ -13,7 +13,8 @@ of the prompt, the window, eps and the softcap shaken too. Then, for each model:
                a model large enough for one flipped rounding to decide it (transformers with other kernels does) is not judged
 
 and once: models/austen and $SHARED/fixtures/micro-* in the same way; stop ids and suppress_tokens against generate();
-tokenize and detokenize against tokenizers (models/austen, and the real vocabulary when SHARED is set). It is not a test of the command line's messages.
+tokenize and detokenize against tokenizers (models/austen, and the real vocabulary when SHARED is set). It is not a test of the
+command line's messages.
 
 Reading order: check_model, check_tokenizer, main. Last line: `live: N passed, N failed, N skipped`.
 """
