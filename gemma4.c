@@ -1018,13 +1018,37 @@ static int check_compiler(g4_error *err) {
     return 0;
 }
 
-g4_model *g4_open(const char *path, const g4_options *options, g4_error *err) {
+/* A device keeps its own copy of the weights: each tensor's data becomes an address there. */
+static int upload_weights(g4_model *m, g4_error *err) {
+    g4_tensor *const top[] = {&m->embed_tokens, &m->embed_tokens_per_layer, &m->per_layer_model_projection, &m->per_layer_projection_norm, &m->norm, &m->lm_head};
+    const int n_top = sizeof top / sizeof *top, per_layer = sizeof(g4_layer) / sizeof(g4_tensor); /* a g4_layer is nothing but tensors */
+    const void *embed_tokens = m->embed_tokens.data;
+    int n = 0, total = n_top + per_layer * m->config.num_hidden_layers;
+    m->device = calloc((size_t)total + 1, sizeof *m->device);
+    if (!m->device) return g4_fail(err, "out of memory");
+    for (int i = 0; i < total; i++) {
+        g4_tensor *t = i < n_top ? top[i] : (g4_tensor *)&m->layers[(i - n_top) / per_layer] + (i - n_top) % per_layer;
+        size_t bytes = (size_t)t->rows * (size_t)t->cols * (t->type == G4_TYPE_F32 ? 4 : 2);
+        if (!t->data) continue;
+        if (t == &m->lm_head && t->data == embed_tokens) {
+            t->data = m->embed_tokens.data;
+            continue;
+        }
+        void *there = m->device[n++] = m->backend->alloc(bytes);
+        if (!there || m->backend->upload(there, t->data, bytes))
+            return g4_fail(err, "%s: %s (%zu bytes) does not fit the device", m->backend->name, t->name, bytes);
+        t->data = there;
+    }
+    return 0;
+}
+
+g4_model *g4_open_with(const char *path, const g4_options *options, const g4_backend *backend, g4_error *err) {
     const g4_run here = {.threads = 1};
-    const g4_backend *backend = find_backend(options ? options->backend : NULL, err);
-    if (!backend || check_compiler(err) || check_threads(&here, err)) return NULL;
+    if (check_compiler(err) || check_threads(&here, err)) return NULL;
     g4_model *m = calloc(1, sizeof *m);
     if (!m) return g4_fail(err, "out of memory"), NULL;
     int failed = !(m->backend = complete(backend)) ? g4_fail(err, "out of memory") : g4_checkpoint_open(m, path, options, err);
+    if (!failed && !backend->host_memory) failed = upload_weights(m, err);
     for (int l = 0; !failed && l < m->config.num_hidden_layers; l++) {
         const g4_layer_config *lc = &m->config.layers[l];
         if (!m->inv_freq[lc->type]) failed = make_inv_freq(m, lc->type, lc->head_dim, err);
@@ -1034,10 +1058,17 @@ g4_model *g4_open(const char *path, const g4_options *options, g4_error *err) {
     return NULL;
 }
 
+g4_model *g4_open(const char *path, const g4_options *options, g4_error *err) {
+    const g4_backend *backend = find_backend(options ? options->backend : NULL, err);
+    return backend ? g4_open_with(path, options, backend, err) : NULL;
+}
+
 void g4_close(g4_model *m) {
     if (!m) return;
     for (int kind = 0; kind < 2; kind++)
         if (m->inv_freq[kind]) m->backend->release(m->inv_freq[kind]);
+    for (void **p = m->device; p && *p; p++) m->backend->release(*p);
+    free(m->device);
     g4_checkpoint_close(m);
     free((void *)m->backend);
     free(m);

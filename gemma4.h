@@ -272,6 +272,7 @@ struct g4_model {
     g4_layer *layers;                     /* [L] */
     const g4_backend *backend;            /* with the entries that it inherits filled in; owned by the model */
     float *inv_freq[2];                   /* by g4_layer_type, [dh/2], in the backend's memory */
+    void **device;                        /* the weights' copies on a device, NULL after the last; NULL on host backends */
     g4_checkpoint *checkpoint;
 };
 
@@ -341,6 +342,9 @@ static inline const char *g4_json_string(const g4_json *j, uint32_t node) { retu
 /* -- gemma4.c -- */
 
 G4_PRINTF(2, 3) int g4_fail(g4_error *err, const char *format, ...); /* fills err (which may be NULL) and returns -1 */
+
+/* g4_open for a backend that need not be in the registry. */
+g4_model *g4_open_with(const char *path, const g4_options *options, const g4_backend *backend, g4_error *err);
 
 /* Elementwise functions, the same bits everywhere; errors in ulp stand beside them in gemma4.c. */
 float g4_expf(float x);
