@@ -130,6 +130,11 @@ static char *narrow(const wchar_t *w) {
     return text;
 }
 
+static FILE *open_to_read(const char *path) {
+    wchar_t w[PATH_ROOM];
+    return MultiByteToWideChar(CP_UTF8, 0, path, -1, w, PATH_ROOM) ? _wfopen(w, L"rb") : NULL;
+}
+
 static void program_path(const char *argv0, char path[PATH_ROOM]) {
     wchar_t w[PATH_ROOM];
     DWORD n = GetModuleFileNameW(NULL, w, PATH_ROOM);
@@ -172,6 +177,8 @@ static double seconds(void) {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
+
+static FILE *open_to_read(const char *path) { return fopen(path, "rb"); }
 
 static void program_path(const char *argv0, char path[PATH_ROOM]) {
 #ifdef __APPLE__
@@ -374,11 +381,17 @@ static int read_line(buffer *line) {
     return c != EOF || line->n > 0;
 }
 
-static buffer read_stdin(void) {
+/* All of a file, a pipe too, to its end; path NULL: of standard input. */
+static buffer read_input(const char *path) {
+    FILE *f = path ? open_to_read(path) : stdin;
+    const char *name = path ? path : "standard input";
     buffer t = new_buffer();
-    if (is_terminal(stdin)) note("reading standard input up to its end (Ctrl-D)");
-    for (int c; (c = getchar()) != EOF;) push_byte(&t, c);
-    check_stdin();
+    char part[65536];
+    if (!path && is_terminal(stdin)) note("reading standard input up to its end (Ctrl-D)");
+    for (size_t n; f && (n = fread(part, 1, sizeof part, f)) > 0;)
+        for (size_t i = 0; i < n; i++) push_byte(&t, part[i]);
+    if (!f || ferror(f)) fatal("cannot read %s: %s", name, strerror(errno));
+    if (path) fclose(f);
     return t;
 }
 
@@ -402,16 +415,13 @@ static buffer unescape(const char *from) {
 }
 
 static buffer input_text(const arguments *a) {
-    g4_file f;
-    g4_error err;
     if (a->prompt && a->escape) return unescape(a->prompt);
-    if (!a->prompt && !a->file) return read_stdin();
-    if (a->prompt) f = (g4_file){.data = (const unsigned char *)a->prompt, .size = strlen(a->prompt)};
-    else if (g4_file_open(&f, a->file, 1, &err)) fatal("%s", err.text);
-    buffer t = {allocate(f.size, 1), f.size};
-    memcpy(t.data, f.data, f.size);
-    if (!a->prompt) g4_file_close(&f);
-    return t;
+    if (a->prompt) {
+        buffer t = {allocate(strlen(a->prompt), 1), strlen(a->prompt)};
+        memcpy(t.data, a->prompt, t.n);
+        return t;
+    }
+    return read_input(a->file);
 }
 
 typedef struct id_list {
@@ -806,7 +816,7 @@ static int command_detokenize(const arguments *a) {
     if (!a->jsonl) {
         id_list list = {0};
         for (int i = 0; i < a->n_rest; i++) parse_ids(&list, "ids", a->rest[i], strlen(a->rest[i]));
-        buffer t = a->n_rest ? new_buffer() : read_stdin();
+        buffer t = a->n_rest ? new_buffer() : read_input(NULL);
         for (size_t i = 0, end; i < t.n; i = end + 1) {
             for (end = i; end < t.n && !strchr(" \t\r\n", t.data[end]); end++) {}
             if (end > i) parse_ids(&list, "standard input", t.data + i, end - i);
