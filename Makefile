@@ -1,4 +1,4 @@
-# gemma4.c: `make` builds ./gemma4, libgemma4.a and libgemma4.so; `make run`, `make test`, `make test-all`, `make install`.
+# gemma4.c: `make` builds ./gemma4, libgemma4.a and libgemma4.so; `make run`, `make bench`, `make test`, `make test-all`, `make install`.
 #
 # Settings, each to be given on the command line (make CC=clang OPENMP=0). A changed setting rebuilds what depends on it.
 
@@ -38,7 +38,7 @@ LIBS  = -lm
 comma = ,
 
 CORE  = gemma4 backend_cpu checkpoint tokenizer sampler
-CLI   = main tracefile
+CLI   = main bench tracefile
 TESTS = $(patsubst test/%.c,%,$(wildcard test/test_*.c))
 
 all: $(OUT)gemma4$(EXE) $(OUT)libgemma4.a $(OUT)libgemma4$(SO)
@@ -68,6 +68,9 @@ $(B)/test_%$(EXE): $(B)/test_%.o $(B)/tracefile.o $(OUT)libgemma4.a
 run: all
 	./gemma4 run -p "It is a truth universally acknowledged, that" -n 160
 
+bench: all
+	./gemma4 bench
+
 # Quick: a C compiler, no network, under a minute.
 test: all $(TESTS:%=$(B)/%$(EXE))
 	@SHARED='$(wildcard $(SHARED))' sh test/run.sh $(OUT)gemma4$(EXE) $(TESTS:%=$(B)/%$(EXE))
@@ -80,6 +83,8 @@ matrix:
 # Changes the sources in a hundred ways that a porter plausibly does, and requires the tests to notice.
 mutate:
 	$(PYTHON) test/mutate.py
+long: all
+	sh test/long.sh
 coverage:
 	sh test/coverage.sh
 slow-test: all $(TESTS:%=$(B)/%$(EXE))
@@ -97,4 +102,4 @@ install: all
 clean:
 	rm -rf $(B) $(OUT)gemma4$(EXE) $(OUT)libgemma4.a $(OUT)libgemma4$(SO)
 
-.PHONY: all run test test-all slow-test matrix mutate coverage install clean FORCE
+.PHONY: all run bench test test-all slow-test matrix mutate long coverage install clean FORCE

@@ -201,11 +201,18 @@ static const kernels *choose_kernels(void) {
     return &table_base;
 }
 
-#ifndef KERNELS /* test/test_backend.c tries each version */
+#ifndef KERNELS /* test/test_backend.c tries each version, and threads on small work */
 #define KERNELS choose_kernels()
 #endif
 
-/* Rows first .. are shared out in multiples of 16, so that no two threads write to one cache line. */
+#ifndef SHARE_FROM /* waking the threads costs about as much time as this many products */
+#define SHARE_FROM 65536
+#endif
+
+/* All threads or one: OpenMP's pool is slow to change its size. */
+static int worth_sharing(size_t products) { return products >= SHARE_FROM; }
+
+/* Rows are shared out in multiples of 16, so that no two threads write to one cache line. */
 static int part_begin(int rows, int part, int parts) {
     int64_t panels = ((int64_t)rows + 15) / 16;
     return (int)MIN(panels * part / parts * 16, rows);
@@ -217,21 +224,20 @@ static void matmul(const g4_run *run, float *y, const g4_tensor *W, const float 
     const product m = {.y = y, .y_stride = (size_t)rows, .w = W->data, .w_stride = (size_t)cols * (W->type == G4_TYPE_F32 ? 4 : 2), .type = W->type,
                        .widen = W->type == G4_TYPE_F16 || (W->type == G4_TYPE_F32 && (bf16 || !host_is_little())),
                        .x = x, .x_stride = (size_t)cols, .T = T, .n = cols, .round = bf16};
-#pragma omp parallel for schedule(static) num_threads(run->threads)
+#pragma omp parallel for schedule(static) num_threads(run->threads) if (worth_sharing((size_t)rows * cols * T))
     for (int part = 0; part < run->threads; part++) k->products(&m, part_begin(rows, part, run->threads), part_begin(rows, part + 1, run->threads));
 }
 
 static void norm(const g4_run *run, float *y, const float *x, const g4_tensor *w, int n, int dim, float eps) {
     const kernels *k = KERNELS;
-    int threads = MIN(run->threads, (n + 3) / 4); /* waking a thread costs as much as a few rows */
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp parallel for schedule(static) num_threads(run->threads) if (worth_sharing((size_t)n * dim * 4))
     for (int t = 0; t < n; t++) k->norm(y + (size_t)t * dim, x + (size_t)t * dim, w, dim, eps, run->precision == G4_BF16);
 }
 
 static void rope(const g4_run *run, float *x, const float *c, const float *s, int T, int heads, int dh) {
     const kernels *k = KERNELS;
-    int half = dh / 2, threads = MIN(run->threads, (T + 3) / 4);
-#pragma omp parallel for schedule(static) num_threads(threads)
+    int half = dh / 2;
+#pragma omp parallel for schedule(static) num_threads(run->threads) if (worth_sharing((size_t)T * heads * dh * 4))
     for (int t = 0; t < T; t++)
         for (int h = 0; h < heads; h++)
             k->rope(x + ((size_t)t * heads + h) * dh, c + (size_t)t * half, s + (size_t)t * half, half, run->precision == G4_BF16);
@@ -239,7 +245,7 @@ static void rope(const g4_run *run, float *x, const float *c, const float *s, in
 
 static void gelu_mul(const g4_run *run, float *gate, const float *up, int T, int n, size_t stride) {
     const kernels *k = KERNELS;
-#pragma omp parallel for schedule(static) num_threads(run->threads)
+#pragma omp parallel for schedule(static) num_threads(run->threads) if (worth_sharing((size_t)T * n * 32))
     for (int part = 0; part < run->threads; part++) {
         int begin = part_begin(n, part, run->threads), end = part_begin(n, part + 1, run->threads);
         for (int t = 0; t < T && begin < end; t++)
@@ -249,7 +255,7 @@ static void gelu_mul(const g4_run *run, float *gate, const float *up, int T, int
 
 static void softcap(const g4_run *run, float *y, size_t n, float c) {
     const kernels *k = KERNELS;
-#pragma omp parallel for schedule(static) num_threads(run->threads)
+#pragma omp parallel for schedule(static) num_threads(run->threads) if (worth_sharing(n * 32))
     for (int part = 0; part < run->threads; part++) {
         size_t begin = n / 16 * (size_t)part / (size_t)run->threads * 16;
         size_t end = part + 1 == run->threads ? n : n / 16 * (size_t)(part + 1) / (size_t)run->threads * 16;
@@ -257,80 +263,88 @@ static void softcap(const g4_run *run, float *y, size_t n, float c) {
     }
 }
 
-/* Attention goes through batches of queries in three steps, each shared out to the threads anew: scores by blocks of keys, so that a single query of a long
- * context keeps all threads busy; softmax by heads; the sum over V by columns. A group is the heads of one row that share a K/V head: they are computed
- * together and K and V are read once for them. A batch is as many groups as `scores` has room for. */
+/* Attention. A group is the heads of one row that share a K/V head: they are computed together, and K and V are read once for them. */
 typedef struct group {
-    int seq, pos, first, n; /* it sees the keys first .. first + n - 1 = pos */
+    int seq, first, n;  /* it sees the keys at positions first .. first + n - 1 */
     int g, heads;
-    size_t q;               /* its place in q and o */
-    float *score;           /* [heads][ctx] */
+    size_t q;           /* its place in q and o */
 } group;
 
-static group find_group(const g4_attention_args *a, int number, int in_batch, int width) {
-    const g4_kv *kv = a->kv;
-    int per_kv = a->H / kv->G, pieces = (per_kv + width - 1) / width; /* of width heads, the last one perhaps of fewer */
-    int t = number / (kv->G * pieces), g = number / pieces % kv->G, head = number % pieces * width;
-    group b = {.seq = a->rows->seq[t], .pos = a->rows->pos[t], .g = g, .heads = MIN(width, per_kv - head)};
-    b.first = MAX(0, b.pos - kv->window + 1);
-    b.n = b.pos - b.first + 1;
-    b.q = ((size_t)t * a->H + g * per_kv + head) * kv->dh;
-    b.score = a->scores + (size_t)in_batch * width * a->ctx;
+/* Group `number` of all; a K/V head's heads make several groups when one may have no more than `width`. */
+static group find_group(const g4_attention_args *a, int number, int width) {
+    int G = a->kv->G, heads = a->H / G, pieces = (heads + width - 1) / width;
+    int t = number / (G * pieces), g = number / pieces % G, head = number % pieces * width, pos = a->rows->pos[t];
+    group b = {.seq = a->rows->seq[t], .first = MAX(0, pos - a->kv->window + 1), .g = g, .heads = MIN(width, heads - head)};
+    b.n = pos - b.first + 1;
+    b.q = ((size_t)t * a->H + g * heads + head) * a->kv->dh;
     return b;
 }
 
-/* Where the key that a group sees as number j lies in k and v, and how many keys follow it there up to `end` or the end of the ring. */
-static size_t find_keys(const g4_kv *kv, const group *b, int j, int end, int *n) {
+/* Where key number j of a group lies in k and v; *n, the number of keys wanted from there on, ends at the end of the ring. */
+static size_t find_keys(const g4_kv *kv, const group *b, int j, int *n) {
     int row = (b->first + j) % kv->R;
-    *n = MIN(end - j, kv->R - row);
+    *n = MIN(*n, kv->R - row);
     return (((size_t)b->seq * kv->G + b->g) * kv->R + (size_t)row) * kv->dh;
+}
+
+/* score [heads][ctx] of keys begin .. end - 1. The scale is 1. */
+static void find_scores(const kernels *k, const g4_attention_args *a, const group *b, float *score, int begin, int end, int round) {
+    for (int j = begin, n; j < end; j += n) {
+        n = end - j;
+        size_t at = find_keys(a->kv, b, j, &n), dh = (size_t)a->kv->dh;
+        const product m = {.y = score + j, .y_stride = (size_t)a->ctx, .w = (const unsigned char *)(a->kv->k + at), .w_stride = sizeof(float) * dh,
+                           .type = G4_TYPE_F32, .x = a->q + b->q, .x_stride = dh, .T = b->heads, .n = (int)dh, .round = round};
+        k->products(&m, 0, n);
+    }
+}
+
+/* Columns begin .. end - 1 of o [heads][dh] = score V, a few keys at a time, so that the cache holds them for all heads. */
+static void sum_values(const kernels *k, const g4_attention_args *a, const group *b, const float *score, int begin, int end, int round) {
+    int dh = a->kv->dh;
+    float *o = a->o + b->q;
+    for (int h = 0; h < b->heads; h++) memset(o + (size_t)h * dh + begin, 0, sizeof *o * (size_t)(end - begin));
+    for (int j = 0, n; j < b->n; j += n) {
+        n = MIN(32, b->n - j);
+        size_t at = find_keys(a->kv, b, j, &n);
+        k->weighted_sum(o, score + j, (size_t)a->ctx, a->kv->v + at, b->heads, dh, n, begin, end);
+    }
+    for (int h = 0; round && h < b->heads; h++)
+        for (int i = begin; i < end; i++) o[(size_t)h * dh + i] = round_one(o[(size_t)h * dh + i]);
 }
 
 static void attention(const g4_run *run, const g4_attention_args *a) {
     enum { KEYS = 64 };
     const kernels *k = KERNELS;
-    const g4_kv *kv = a->kv;
-    const int room = run->threads; /* rows of a->scores */
-    const int dh = kv->dh, per_kv = a->H / kv->G, width = MIN(per_kv, room), round = run->precision == G4_BF16;
-    const int groups = a->rows->T * kv->G * ((per_kv + width - 1) / width);
-    for (int begin = 0; begin < groups; begin += room / width) {
-        const int some = MIN(room / width, groups - begin);
-        int longest = 0;
-        for (int i = 0; i < some; i++) longest = MAX(longest, find_group(a, begin + i, i, width).n);
+    const int threads = run->threads, heads = a->H / a->kv->G, dh = a->kv->dh, ctx = a->ctx, round = run->precision == G4_BF16;
+    const int room = threads; /* rows of a->scores */
+    int longest = 0;
+    for (int t = 0; t < a->rows->T; t++) longest = MAX(longest, MIN(a->rows->pos[t] + 1, a->kv->window));
+    const int share = worth_sharing((size_t)a->rows->T * a->H * longest * dh);
 
-        const int blocks = (longest + KEYS - 1) / KEYS, units = blocks * some;
-#pragma omp parallel for schedule(static) num_threads(run->threads)
-        for (int unit = 0; unit < units; unit++) {
-            group b = find_group(a, begin + unit % some, unit % some, width);
-            int end = MIN(b.n, (unit / some + 1) * KEYS), n;
-            for (int j = unit / some * KEYS; j < end; j += n) {
-                size_t at = find_keys(kv, &b, j, end, &n);
-                product m = {.y = b.score + j, .y_stride = (size_t)a->ctx, .w = (const unsigned char *)(kv->k + at), .w_stride = sizeof(float) * dh,
-                             .type = G4_TYPE_F32, .x = a->q + b.q, .x_stride = (size_t)dh, .T = b.heads, .n = dh, .round = round};
-                k->products(&m, 0, n);
+    if (a->rows->T * a->kv->G >= 2 * threads || !share) { /* each thread takes whole groups */
+        const int width = MIN(heads, room / threads), groups = a->rows->T * a->kv->G * ((heads + width - 1) / width);
+#pragma omp parallel for schedule(static) num_threads(threads) if (share)
+        for (int worker = 0; worker < threads; worker++)
+            for (int i = worker; i < groups; i += threads) {
+                group b = find_group(a, i, width);
+                float *score = a->scores + (size_t)worker * width * ctx;
+                find_scores(k, a, &b, score, 0, b.n, round);
+                for (int h = 0; h < b.heads; h++) k->softmax(score + (size_t)h * ctx, b.n, round);
+                sum_values(k, a, &b, score, 0, dh, round);
             }
-        }
+        return;
+    }
 
-#pragma omp parallel for schedule(static) num_threads(run->threads)
-        for (int item = 0; item < some * width; item++) {
-            group b = find_group(a, begin + item / width, item / width, width);
-            if (item % width < b.heads) k->softmax(b.score + (size_t)(item % width) * a->ctx, b.n, round);
-        }
-
-        const int slices = MIN((run->threads + some - 1) / some, (dh + 15) / 16);
-#pragma omp parallel for schedule(static) num_threads(run->threads)
-        for (int unit = 0; unit < slices * some; unit++) {
-            group b = find_group(a, begin + unit / slices, unit / slices, width);
-            int from = part_begin(dh, unit % slices, slices), to = part_begin(dh, unit % slices + 1, slices), n;
-            float *o = a->o + b.q;
-            for (int h = 0; h < b.heads; h++) memset(o + (size_t)h * dh + from, 0, sizeof *o * (size_t)(to - from));
-            for (int j = 0; j < b.n; j += n) {
-                size_t at = find_keys(kv, &b, j, MIN(b.n, j + KEYS), &n);
-                k->weighted_sum(o, b.score + j, (size_t)a->ctx, kv->v + at, b.heads, dh, n, from, to);
-            }
-            for (int h = 0; round && h < b.heads; h++)
-                for (int i = from; i < to; i++) o[(size_t)h * dh + i] = round_one(o[(size_t)h * dh + i]);
-        }
+    /* Few rows, as in decoding: all threads work on one group, first by keys, then by heads, then by columns. */
+    const int width = MIN(heads, room), groups = a->rows->T * a->kv->G * ((heads + width - 1) / width);
+    for (int i = 0; i < groups; i++) {
+        const group b = find_group(a, i, width);
+#pragma omp parallel for schedule(static) num_threads(threads)
+        for (int block = 0; block < (b.n + KEYS - 1) / KEYS; block++) find_scores(k, a, &b, a->scores, block * KEYS, MIN(b.n, (block + 1) * KEYS), round);
+#pragma omp parallel for schedule(static) num_threads(threads)
+        for (int h = 0; h < b.heads; h++) k->softmax(a->scores + (size_t)h * ctx, b.n, round);
+#pragma omp parallel for schedule(static) num_threads(threads)
+        for (int part = 0; part < threads; part++) sum_values(k, a, &b, a->scores, part_begin(dh, part, threads), part_begin(dh, part + 1, threads), round);
     }
 }
 

@@ -3,7 +3,7 @@
  * Results go to stdout and every write is checked; all else goes to stderr, and -q silences it but for errors. Status 0: done; 1: the
  * comparison failed; 2: everything else, with one line "gemma4: ..." that says what, where, expected and found.
  *
- * Nothing is computed here: that is gemma4.h. Trace files are tracefile.c.
+ * Nothing is computed here: that is gemma4.h. Trace files are tracefile.c, measuring is bench.c.
  *
  * Read the tables of commands and options first (they are the manual too), then any command; each is one function. Above those are
  * the helpers that they share, and one section with all that differs between systems.
@@ -11,6 +11,7 @@
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L
 #endif
+#include "bench.h"
 #include "gemma4.h"
 #include "tracefile.h"
 
@@ -60,7 +61,7 @@ static void warn(void *user, const char *text) {
 }
 
 /* Sends on what was printed. A reader that went away (head, less) is no news to anybody: no message, but the status tells. */
-static void flush_results(void) {
+void flush_results(void) {
     if (!fflush(stdout) && !ferror(stdout)) return;
     if (errno == EPIPE) exit(2);
     fatal("cannot write the results to standard output: %s", strerror(errno));
@@ -73,7 +74,7 @@ static void *allocate(size_t n, size_t size) {
 }
 
 /* text [n] as a JSON string in printable ASCII; a byte that is not UTF-8 becomes U+FFFD. */
-static void put_json_string(const char *text, size_t n) {
+void put_json_string(const char *text, size_t n) {
     const unsigned char *p = (const unsigned char *)text, *end = p + n;
     putchar('"');
     while (p < end) {
@@ -116,11 +117,20 @@ enum { PATH_ROOM = 4096 };
 
 static int is_terminal(FILE *f) { return _isatty(_fileno(f)); }
 
-static double seconds(void) {
+double seconds(void) {
     LARGE_INTEGER now, per_second;
     QueryPerformanceCounter(&now);
     QueryPerformanceFrequency(&per_second);
     return (double)now.QuadPart / (double)per_second.QuadPart;
+}
+
+static FILE *create_file(const char *path) {
+    int n = MultiByteToWideChar(CP_UTF8, 0, path, -1, NULL, 0);
+    wchar_t *w = allocate((size_t)n, sizeof *w);
+    MultiByteToWideChar(CP_UTF8, 0, path, -1, w, n);
+    FILE *f = _wfopen(w, L"wb");
+    free(w);
+    return f;
 }
 
 static char *narrow(const wchar_t *w) {
@@ -172,13 +182,15 @@ int _NSGetExecutablePath(char *path, uint32_t *size); /* mach-o/dyld.h, which cl
 
 static int is_terminal(FILE *f) { return isatty(fileno(f)); }
 
-static double seconds(void) {
+double seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
 static FILE *open_to_read(const char *path) { return fopen(path, "rb"); }
+
+static FILE *create_file(const char *path) { return fopen(path, "wb"); }
 
 static void program_path(const char *argv0, char path[PATH_ROOM]) {
 #ifdef __APPLE__
@@ -204,20 +216,20 @@ static void prepare_system(int *argc, char ***argv) {
 
 /* ---- Options ------------------------------------------------------------------------------------------------------------- */
 
-enum { RUN = 1, TOKENIZE = 2, DETOKENIZE = 4, LOGITS = 8, TRACE = 16, DIFF = 32, HASH = 64, SCORE = 128, INFO = 256, HELP = 512 };
-enum { FORWARD = RUN | LOGITS | TRACE | HASH | SCORE, SIZED = FORWARD | INFO };
+enum { RUN = 1, TOKENIZE = 2, DETOKENIZE = 4, LOGITS = 8, TRACE = 16, DIFF = 32, HASH = 64, SCORE = 128, INFO = 256, HELP = 512, BENCH = 1024 };
+enum { FORWARD = RUN | LOGITS | TRACE | HASH | SCORE, SIZED = FORWARD | INFO | BENCH };
 
 typedef struct arguments {
     const char *model;              /* NULL: the shipped one */
     const char **rest;              /* [n_rest] other arguments without a dash */
     int n_rest;
-    const char *prompt, *file, *ids, *seed, *output, *tensors, *backend, *precision;
+    const char *prompt, *file, *ids, *seed, *output, *tensors, *backend, *precision, *only, *profile;
     int64_t n, top_k, threads, ctx, chunk;                   /* -1: not given */
-    double temp, top_p, min_p, repeat_penalty, rtol, atol;   /* -1: not given */
-    int ignore_eos, escape, bos, jsonl, skip_special, json, no_mmap, quiet, help;
+    double temp, top_p, min_p, repeat_penalty, rtol, atol, seconds; /* -1: not given */
+    int ignore_eos, escape, bos, jsonl, skip_special, json, no_mmap, full, quiet, help;
 } arguments;
 
-typedef enum option_kind { FLAG, TEXT, INTEGER, NUMBER } option_kind;
+typedef enum option_kind { FLAG, TEXT, OPTIONAL_TEXT /* "" without =TEXT */, INTEGER, NUMBER } option_kind;
 
 typedef struct option {
     const char *letter, *name, *value; /* "-p", "--prompt", "TEXT" */
@@ -251,7 +263,12 @@ static const option options[] = {
     {NULL, "--tensors", "GLOB", TEXT, AT(tensors), 0, 0, TRACE, "only tensors with such names: * and ?, alternatives parted by commas"},
     {NULL, "--rtol", "X", NUMBER, AT(rtol), 0, 1e30, DIFF, "the bar: max abs <= X * max(1, largest abs of B) (1e-5 without --atol)"},
     {NULL, "--atol", "X", NUMBER, AT(atol), 0, 1e30, DIFF, "the bar: max abs <= X; with --rtol the two are added"},
-    {NULL, "--json", NULL, FLAG, AT(json), 0, 0, SCORE | INFO, "one line of JSON"},
+    {NULL, "--json", NULL, FLAG, AT(json), 0, 0, SCORE | INFO | BENCH, "one line of JSON"},
+    {NULL, "--only", "NAME,...", TEXT, AT(only), 0, 0, BENCH, "only these cells, like prefill128,decode0"},
+    {NULL, "--seconds", "X", NUMBER, AT(seconds), 0.001, 3600, BENCH, "for each cell, all backends together, roughly (2)"},
+    {NULL, "--full", NULL, FLAG, AT(full), 0, 0, BENCH, "longer prompts, larger batches, and cells that would take long"},
+    {NULL, "--profile", "[=FILE]", OPTIONAL_TEXT, AT(profile), 0, 0, RUN | LOGITS | BENCH,
+     "where the time goes, by operation; FILE gets every single one, for chrome://tracing"},
     {NULL, "--backend", "NAME", TEXT, AT(backend), 0, 0, SIZED,
      "who computes; `list` prints those built in (GEMMA4_BACKEND, else the fastest exact one)"},
     {NULL, "--threads", "N", INTEGER, AT(threads), 1, 1024, SIZED, "threads (GEMMA4_THREADS, else one per processor)"},
@@ -304,7 +321,7 @@ static double parse_number(const char *what, const char *text, double min, doubl
 static void set_option(arguments *a, const option *o, const char *name, const char *value) {
     char *field = (char *)a + o->field;
     if (o->kind == FLAG) *(int *)field = 1;
-    if (o->kind == TEXT) *(const char **)field = value;
+    if (o->kind == TEXT || o->kind == OPTIONAL_TEXT) *(const char **)field = value;
     if (o->kind == NUMBER) *(double *)field = parse_number(name, value, o->min, o->max);
     if (o->kind == INTEGER) {
         uint64_t n = parse_whole(name, value, (uint64_t)o->max);
@@ -315,7 +332,7 @@ static void set_option(arguments *a, const option *o, const char *name, const ch
 
 static arguments parse_arguments(const command *c, int argc, char **argv) {
     arguments a = {.n = -1, .top_k = -1, .threads = -1, .ctx = -1, .chunk = -1, .temp = -1, .top_p = -1, .min_p = -1, .repeat_penalty = -1,
-                   .rtol = -1, .atol = -1};
+                   .rtol = -1, .atol = -1, .seconds = -1};
     a.rest = allocate((size_t)argc, sizeof *a.rest);
     for (int i = 2; i < argc; i++) {
         const char *arg = argv[i];
@@ -334,6 +351,7 @@ static arguments parse_arguments(const command *c, int argc, char **argv) {
         if (!(o->commands & c->bit)) fatal("%s: does not take %s; `gemma4 help %s` lists what it takes", c->name, o->name, c->name);
         const char *value = arg[length] == '=' ? arg + length + 1 : NULL;
         if (o->kind == FLAG && value) fatal("%s: %s takes no value, found \"%s\"", c->name, o->name, value);
+        if (o->kind == OPTIONAL_TEXT && !value) value = "";
         if (o->kind != FLAG && !value && i + 1 == argc) fatal("%s: %s needs a value: %s", c->name, arg, o->value);
         if (o->kind != FLAG && !value) value = argv[++i];
         set_option(&a, o, o->letter && !strcmp(arg, o->letter) ? o->letter : o->name, value);
@@ -493,6 +511,8 @@ typedef struct session {
     const g4_config *config;
     g4_tokenizer *tokenizer; /* NULL: none needed, or with --ids none found */
     g4_state *state;
+    profile *profile;        /* NULL without --profile */
+    FILE *trace;             /* of --profile=FILE */
     id_list prompt;
     int ctx, chunk;          /* of the state */
 } session;
@@ -538,6 +558,14 @@ static id_list encode(const g4_tokenizer *tok, const char *data, size_t n, int b
     return result;
 }
 
+/* Before anything slow, so that a path that cannot be written to is told at once. NULL without --profile=FILE. */
+static FILE *open_profile_file(const arguments *a) {
+    if (!a->profile || !*a->profile) return NULL;
+    FILE *f = create_file(a->profile);
+    if (!f) fatal("%s: cannot be created: %s", a->profile, strerror(errno));
+    return f;
+}
+
 enum {
     FIT_PROMPT = 1, /* without --ctx the context is as long as the prompt */
     PIECES = 2      /* with --ids the tokenizer is opened too, if there is one, to show what ids stand for */
@@ -569,6 +597,8 @@ static session open_session(const arguments *a, int flags) {
     g4_state_options o = state_options(a, !(flags & FIT_PROMPT) ? 0 : n < most ? (int)n : (int)most);
     size_t ctx = o.ctx ? (size_t)o.ctx : most < 4096 ? most : 4096;
     if (n > ctx) fatal("the prompt is longer than the context: n_prompt %zu, n_ctx %zu; --ctx N may be up to %zu here", n, ctx, most);
+    s.trace = open_profile_file(a);
+    if (a->profile && !(s.profile = profile_open(s.model, s.trace != NULL, &err))) fatal("%s", err.text);
     s.state = g4_state_open(s.model, &o, &err);
     if (!s.state) fatal("%s", err.text);
     const g4_state_options *got = g4_state_get_options(s.state);
@@ -587,8 +617,16 @@ static session open_session(const arguments *a, int flags) {
 static void close_session(session *s) {
     free(s->prompt.data);
     g4_state_close(s->state);
+    profile_close(s->profile);
     g4_tokenizer_close(s->tokenizer);
     g4_close(s->model);
+}
+
+static void report_profile(const session *s, const char *trace_path) {
+    g4_error err;
+    if (!s->profile) return;
+    if (!quiet) profile_print(s->profile, stderr);
+    if (s->trace && profile_write(&s->profile, 1, s->trace, trace_path, &err)) fatal("%s", err.text);
 }
 
 static float *new_logits(const session *s, size_t rows) { return allocate((size_t)s->config->vocab_size, rows * sizeof(float)); }
@@ -700,11 +738,14 @@ static int command_run(const arguments *a) {
     int32_t *history = allocate((size_t)n_prompt + (size_t)most, sizeof *history);
     memcpy(history, s.prompt.data, (size_t)n_prompt * sizeof *history);
     float *logits = new_logits(&s, 1);
+    profile_start(s.profile);
     double begin = seconds(), prompt_time = 0, decode_time = 0;
     if (most && forward_prompt(&s, logits, &err)) fatal("%s", err.text);
     prompt_time = seconds() - begin;
     while (n < most) {
+        begin = seconds();
         int32_t id = g4_sample(&how, logits, c->vocab_size, history, (size_t)(n_prompt + n), c->suppress_tokens, c->n_suppress, &err);
+        profile_sampling(s.profile, begin);
         if (id < 0) fatal("%s", err.text);
         if ((stopped = !a->ignore_eos && is_stop_id(c, id))) break;
         history[n_prompt + n++] = id;
@@ -723,6 +764,7 @@ static int command_run(const arguments *a) {
         if (g4_forward(s.state, &row, 1, logits, &err)) fatal("%s", err.text);
         decode_time += seconds() - begin;
     }
+    profile_stop(s.profile);
     if (decoder) {
         const char *piece;
         size_t size;
@@ -738,6 +780,7 @@ static int command_run(const arguments *a) {
     int decoded = g4_length(s.state, 0) - n_prompt; /* one less than n unless a stop id ended it */
     note("prompt %d tokens, %.2f/s; decode %d tokens, %.2f/s; seed %llu", n_prompt, most && prompt_time > 0 ? n_prompt / prompt_time : 0, n,
          decode_time > 0 ? decoded / decode_time : 0, (unsigned long long)how.seed);
+    report_profile(&s, a->profile);
     g4_decoder_close(decoder);
     free(history);
     free(logits);
@@ -909,8 +952,11 @@ static int logits_or_trace(const arguments *a, const char *name, const char *glo
     if (!a->output && !strcmp(name, "trace")) note("hint: no -o FILE was given, so the intermediate tensors go nowhere");
     session s = open_session(a, FIT_PROMPT | PIECES);
     float *logits = new_logits(&s, 1);
+    profile_start(s.profile);
     if (a->output ? write_trace(&s, a->output, glob, logits, &err) : forward_prompt(&s, logits, &err)) fatal("%s", err.text);
+    profile_stop(s.profile);
     print_best(&s, logits);
+    report_profile(&s, a->profile);
     free(logits);
     close_session(&s);
     return 0;
@@ -1022,7 +1068,7 @@ typedef struct sizes {
     double streamed, streamed_bytes, row_bytes;    /* read for each token; rows of the two tables beside that */
 } sizes;
 
-static double type_bytes(g4_dtype type) { return type == G4_TYPE_F32 ? 4 : 2; }
+double type_bytes(g4_dtype type) { return type == G4_TYPE_F32 ? 4 : 2; }
 
 static double count(const g4_tensor *t) { return t->data ? (double)t->rows * (double)t->cols : 0; }
 
@@ -1134,6 +1180,29 @@ static int command_info(const arguments *a) {
     return 0;
 }
 
+/* ---- bench ---------------------------------------------------------------------------------------------------------------- */
+
+static int command_bench(const arguments *a) {
+    enum { MOST = 16 };
+    g4_error err;
+    g4_model *models[MOST];
+    const char *name = a->backend, *why, *path = model_path(a);
+    int n = 0;
+    if (name) models[n++] = open_model(a).model;
+    for (int i = 0; !a->backend && n < MOST && (name = g4_backend_name(i, &why)); i++) {
+        arguments with = *a;
+        with.backend = name;
+        if (*why) note("backend %s cannot run here: %s", name, why);
+        else models[n++] = open_model(&with).model;
+    }
+    sizes z = measure(models[0]);
+    bench_options o = {.path = path, .only = a->only, .profile = a->profile != NULL, .trace = open_profile_file(a), .trace_path = a->profile, .state = state_options(a, 0), .token_bytes = z.streamed_bytes + z.row_bytes,
+                       .seconds = a->seconds > 0 ? a->seconds : 2, .full = a->full, .json = a->json};
+    if (bench(models, n, &o, &err)) fatal("%s", err.text);
+    for (int i = 0; i < n; i++) g4_close(models[i]);
+    return 0;
+}
+
 /* ---- help, and main ------------------------------------------------------------------------------------------------------- */
 
 static int command_help(const arguments *a);
@@ -1156,6 +1225,8 @@ static const command commands[] = {
     {"score", SCORE, command_score, 1, 0, "[MODEL] [-p TEXT | -f FILE | --ids A,B,...] [options]",
      "The log-probability of each token given those before it, their sum, and the perplexity."},
     {"info", INFO, command_info, 1, 0, "[MODEL] [options]", "What the model is: layers, parameters, bytes read per token, memory at this --ctx."},
+    {"bench", BENCH, command_bench, 1, 0, "[MODEL] [options]",
+     "Tokens per second of prompts, decoding and batches, by all backends in turns, beside what this machine can read and compute."},
     {"help", HELP, command_help, 0, 1, "[COMMAND]", "This text, or that of a command."},
 };
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
@@ -1172,7 +1243,7 @@ static void print_help(const command *c) {
         const option *o = &options[i];
         char name[64];
         if (!(o->commands & c->bit)) continue;
-        snprintf(name, sizeof name, "%s%s%s", o->name, o->value ? " " : "", o->value ? o->value : "");
+        snprintf(name, sizeof name, "%s%s%s", o->name, o->value && o->kind != OPTIONAL_TEXT ? " " : "", o->value ? o->value : "");
         printf("  %s%s%-20s %s\n", o->letter ? o->letter : "  ", o->letter ? ", " : "  ", name, o->help);
     }
 }

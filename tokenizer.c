@@ -649,7 +649,7 @@ static int open_file(g4_file *f, const char *path, char **name, g4_error *err) {
 g4_tokenizer *g4_tokenizer_open(const char *path, g4_error *err) {
     g4_file file;
     g4_json json;
-    char *name;
+    char *name = NULL;
     if (open_file(&file, path, &name, err)) return NULL;
     builder b = {.path = name, .err = err};
     int failed = g4_json_parse(&json, (const char *)file.data, file.size, name, err);

@@ -86,7 +86,7 @@ class Recorder(TorchFunctionMode):
             if name == "matmul":
                 self.products.append(out.clone())
             if ".experts" in where and name in ("linear", "index_add_"):
-                self.linears.append(out.clone() if name == "linear" else args[1])
+                self.linears.append(out.clone() if name == "linear" else args[2])
             if ".experts" in where and not self.parts_of_experts:
                 pass
             elif name == "linear":
@@ -248,11 +248,11 @@ def bf16_values(smallest, largest):
 # What the committed data come from: small, with everything that the real models have.
 MODELS = {
     "ple": dict(T=16, config=dict(
-        fixtures.SMALL, vocab_size=80, vocab_size_per_layer_input=80, hidden_size=40, intermediate_size=20, num_hidden_layers=3,
+        fixtures.SMALL, vocab_size=70, vocab_size_per_layer_input=70, hidden_size=40, intermediate_size=20, num_hidden_layers=3,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"], num_kv_shared_layers=1, hidden_size_per_layer_input=12,
         num_key_value_heads=1, head_dim=16, global_head_dim=24, num_attention_heads=3, use_double_wide_mlp=True, sliding_window=7)),
     "moe": dict(T=16, config=dict(
-        fixtures.MOE, vocab_size=80, hidden_size=36, intermediate_size=24, num_hidden_layers=2, layer_types=fixtures.pattern(2, 2),
+        fixtures.MOE, vocab_size=70, hidden_size=36, intermediate_size=24, num_hidden_layers=2, layer_types=fixtures.pattern(2, 2),
         num_attention_heads=4, num_key_value_heads=2, num_global_key_value_heads=1, head_dim=8, global_head_dim=20, num_experts=6,
         top_k_experts=2, moe_intermediate_size=12, sliding_window=6)),
 }
@@ -285,7 +285,7 @@ def main():
         path = os.path.join(out, f"{name}.safetensors")
         save(watch, path, seed=str(seed))
         print(f"{name}: {len(watch.lines)} operations, {watch.ties} tied rows left out, {os.path.getsize(path)} bytes")
-    save(functions(bf16_values(2.0**-10, 64.0)), os.path.join(out, "functions.safetensors"))
+    save(functions(bf16_values(2.0**-8, 64.0)), os.path.join(out, "functions.safetensors"))
 
 
 if __name__ == "__main__":

@@ -69,8 +69,9 @@ class Gemma4:
     def __call__(self, *args, stdin=b""):
         """stdout as bytes, or None after a failed check."""
         args = [self.path, *map(str, args), "-q"]
+        env = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # on a busy machine, threads that spin wait for those that do not run
         try:
-            done = subprocess.run(args, input=stdin, capture_output=True, timeout=600)
+            done = subprocess.run(args, input=stdin, capture_output=True, timeout=600, env=env)
         except (OSError, subprocess.TimeoutExpired) as e:
             report.check(False, f"{' '.join(args)}: {e}")
             return None

@@ -647,6 +647,13 @@ static void check_state(void) {
     g4_state_close(s);
     g4_state_close(NULL);
     g4_close(NULL);
+    for (int i = 0; i < 4; i++) {
+        const g4_state_options o[] = {{.ctx = c->max_position_embeddings + 1}, {.chunk = 65537}, {.n_seqs = 65537}, {.threads = 1025}};
+        static const char *const why[] = {"max_position_embeddings", "1..65536", "1..65536", "1..1024"};
+        s = g4_state_open(m, &o[i], &err);
+        CHECK(!s && strstr(err.text, why[i]), "state options %d just above the bound: %s", i, s ? "opened" : err.text);
+        g4_state_close(s);
+    }
 
     /* sizes that no size_t holds: as a product, and only once a float has 4 bytes */
     g4_model huge = *m;
@@ -665,8 +672,29 @@ static void check_state(void) {
     }
     free(layers);
     free(whole);
-    free(other);
     g4_close(m);
+
+    /* rows whose fault is one thing only, where all else would fit; this model has fewer per-layer ids than ids */
+    m = g4_open("test/fixtures/odd", NULL, &err);
+    CHECK(m, "%s", err.text);
+    if (m) {
+        c = g4_get_config(m);
+        s = new_state(m, 8, 8, 2, 1);
+        const g4_row rows[][2] = {{{5, 0, 1, 0}, {5, 0, 2, 0}}, {{5, 0, 0, 0}, {5, 0, 2, 0}}, {{5, 0, 0, 0}, {5, 0, 0, 0}}, {{5, 0, 0, 0}, {5, 1, 1, 0}},
+                                  {{5, 0, 0, 0}, {c->vocab_size_per_layer_input, 0, 1, 0}}, {{5, 0, 0, 0}, {c->vocab_size - 1, 0, 1, 0}}};
+        static const char *const why[] = {"row 0: position 1 of sequence 0; expected 0", "row 1: position 2 of sequence 0; expected 1", "row 1: position 0 of sequence 0; expected 1",
+                                          "row 1: position 1 of sequence 1; expected 0", "vocab_size_per_layer_input", "vocab_size_per_layer_input"};
+        CHECK(c->vocab_size_per_layer_input < c->vocab_size, "the fixture has vocabularies of one size");
+        for (int i = 0; i < 6; i++) {
+            CHECK(g4_forward(s, rows[i], 2, NULL, &err) && strstr(err.text, why[i]), "rows %d: \"%s\" should say %s", i, err.text, why[i]);
+            CHECK(g4_length(s, 0) == 0 && g4_length(s, 1) == 0, "rows %d changed the state", i);
+        }
+        const g4_row good[] = {{5, 1, 0, 0}, {c->vocab_size_per_layer_input - 1, 0, 0, 0}, {5, 1, 1, 0}};
+        CHECK(!g4_forward(s, good, 3, NULL, &err) && g4_length(s, 0) == 1 && g4_length(s, 1) == 2, "%s", err.text);
+        g4_state_close(s);
+    }
+    g4_close(m);
+    free(other);
 }
 
 int main(void) {

@@ -189,6 +189,8 @@ static void strings(void) {
     refuses("\"\\ud800\\ud800\"", "surrogate pair");
     refuses("\"\\udc00\"", "surrogate pair");
     refuses("\"\\udc00\\ud800\"", "surrogate pair");
+    refuses("\"\\udc00\\udc00\"", "surrogate pair");
+    refuses("\"\\udfff\\udfff\"", "surrogate pair");
     refuses("\"\\ud800\\udc", "surrogate pair");
 }
 
