@@ -676,10 +676,12 @@ static INLINE TARGET void load_weights(int kind, vec *b, const unsigned char *p)
         memcpy(b, p, 16 * sizeof(float));
         return;
     }
-#if LANES == 16
-    b[0] = (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#if LANES == 16 /* one shuffle puts each weight into the upper half of a float and zeros below */
+    const __m512i upper = _mm512_set_epi32(0xf0000, 0xe0000, 0xd0000, 0xc0000, 0xb0000, 0xa0000, 0x90000, 0x80000, 0x70000, 0x60000, 0x50000, 0x40000, 0x30000, 0x20000, 0x10000, 0);
+    b[0] = (vec)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, upper, _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p)));
 #elif LANES == 8
-    UNROLL for (int i = 0; i < 2; i++) b[i] = (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p + 16 * i))), 16);
+    const __m256i upper = _mm256_set_epi32(0x0f0e8080, 0x0d0c8080, 0x0b0a8080, 0x09088080, 0x07068080, 0x05048080, 0x03028080, 0x01008080);
+    UNROLL for (int i = 0; i < 2; i++) b[i] = (vec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(p + 16 * i))), upper);
 #elif LANES == 4
     typedef uint16_t eight __attribute__((vector_size(16)));
     const eight zero = {0};

@@ -1196,8 +1196,9 @@ static int command_bench(const arguments *a) {
         else models[n++] = open_model(&with).model;
     }
     sizes z = measure(models[0]);
-    bench_options o = {.path = path, .only = a->only, .profile = a->profile != NULL, .trace = open_profile_file(a), .trace_path = a->profile, .state = state_options(a, 0), .token_bytes = z.streamed_bytes + z.row_bytes,
-                       .seconds = a->seconds > 0 ? a->seconds : 2, .full = a->full, .json = a->json};
+    bench_options o = {.path = path, .only = a->only, .profile = a->profile != NULL, .trace = open_profile_file(a), .trace_path = a->profile,
+                       .state = state_options(a, 0), .token_bytes = z.streamed_bytes + z.row_bytes, .seconds = a->seconds > 0 ? a->seconds : 2,
+                       .full = a->full, .json = a->json};
     if (bench(models, n, &o, &err)) fatal("%s", err.text);
     for (int i = 0; i < n; i++) g4_close(models[i]);
     return 0;

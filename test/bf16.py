@@ -9,11 +9,10 @@
                     wide as those of E2B, 31B and 26B-A4B, of a head of 262144 rows, of attention over 700 positions, and of
                     GELU and the softcap at every finite bfloat16.
 
-    python test/bf16.py [fixtures] [fresh] [operations] [wide] [--seed N]
+    python test/bf16.py [fixtures] [fresh] [operations] [wide] [--seed N] [--again]
 
---only-recorded keeps to logits_bf16 as stored; without it they are computed again here, where the processor may add in another
-order than the one that made the fixture. Reading order: check_ratio, check_operations, WIDE, main. Last line:
-`bf16: N passed, N failed, N skipped`.
+--again computes the fixtures' logits_bf16 here instead of reading them: torch adds in another order on another processor.
+Reading order: check_ratio, check_operations, WIDE, main. Last line: `bf16: N passed, N failed, N skipped`.
 """
 import argparse
 import os
@@ -192,7 +191,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     p.add_argument("parts", nargs="*", metavar="PART", help="of fixtures, fresh, operations, wide; default: all")
     p.add_argument("--seed", type=int, help="repeat a run; default: from the clock")
-    p.add_argument("--only-recorded", action="store_true", help="fixtures: do not compute logits_bf16 again")
+    p.add_argument("--again", action="store_true", help="fixtures: compute logits_bf16 here")
     p.add_argument("--gemma4", default=os.path.join(ROOT, "gemma4"))
     p.add_argument("--test", default=os.path.join(ROOT, "build", "test_bf16"))
     args = p.parse_args()
@@ -229,7 +228,7 @@ def main():
         for name, path in folders:
             expected = load_file(f"{path}/expected.safetensors")
             ids, half = expected["ids"].tolist(), expected.get("logits_bf16")
-            if half is None or not args.only_recorded:
+            if half is None or args.again:
                 half = reference.trace(reference.load(path, torch.bfloat16), ids)["logits"]
             check_ratio(args, name, path, ids, half, expected["logits"], ratios)
 

@@ -534,7 +534,7 @@ static float *logits_of(const g4_model *m, const int32_t *ids, int T, g4_precisi
 }
 
 static void check_bits(const char *name) {
-    static const struct { int threads, chunk, step; } how[] = {{1, 128, 1000}, {1, 1, 1000}, {2, 3, 1000}, {3, 7, 1000}, {2, 128, 1000}, {1, 128, 1}, {2, 5, 4}};
+    static const struct { int threads, chunk, step; } how[] = {{1, 128, 1000}, {1, 1, 1000}, {1, 7, 5}, {2, 128, 1000}, {3, 9, 1000}};
     char path[128], file[160];
     g4_error err;
     g4_safetensors st;

@@ -541,6 +541,7 @@ static void config_values(void) {
     refuses_value("head_dim", "5", "head_dim 5 of layer 0 (sliding_attention) is odd");
     refuses_value("global_head_dim", "7", "head_dim 7 of layer 1 (full_attention) is odd");
     refuses_value("attention_k_eq_v", "1", "attention_k_eq_v: expected true or false, found 1");
+    refuses_value("head_dim", "false", "head_dim: expected an integer from 2 to 65536, found false");
     refuses_value("use_double_wide_mlp", "null", "use_double_wide_mlp: expected true or false, found null");
     refuses_value("tie_word_embeddings", "\"yes\"", "tie_word_embeddings: expected true or false, found \"yes\"");
     static const char *const bad_eps[] = {"0", "-1e-6", "2", "1e-60", "\"1e-6\"", "null", "1e999"};
@@ -1225,6 +1226,13 @@ static void directories(void) {
     all_tensors("model.", 0);
     clear();
     says(open_model(), "an empty directory", "config.json: cannot open");
+    g4_checkpoint_close(&model);
+    char *blanks = malloc((16 << 20) + 1);
+    if (!blanks) exit(2);
+    memset(blanks, ' ', (16 << 20) + 1);
+    write_file("config.json", blanks, (16 << 20) + 1);
+    free(blanks);
+    says(open_model(), "a config.json of more than 16 MiB", "config.json: 16777217 bytes; expected at most 16777216");
     g4_checkpoint_close(&model);
     write_text("config.json", config_text("", ""));
     says(open_model(), "no weights", "no weights: expected model.safetensors, or model.safetensors.index.json and its files, found neither");

@@ -65,6 +65,20 @@ static void test_parameters(void) {
     }
 }
 
+static void test_overflow(void) {
+    g4_error err;
+    const float large[3] = {1, 3e38f, 2};
+    g4_sampling how = off;
+    how.temperature = 0.5f;
+    CHECK(pick(how, large, 3, 0, &err) == -1 && strstr(err.text, "id 1 overflows under repeat_penalty 1 and temperature 0.5"), "3e38 / 0.5: %s", err.text);
+    how.temperature = 2;
+    CHECK(pick(how, large, 3, 0, &err) == 1, "3e38 / 2");
+    /* of the ids that top-k leaves, some may overflow to -infinity: they are never drawn */
+    const float low[3] = {1, -3e38f, 2};
+    how.temperature = 0.1f;
+    for (size_t n = 0; n < 100; n++) CHECK(pick(how, low, 3, n, &err) != 1, "a logit that overflows to -infinity is drawn");
+}
+
 static void test_penalty(void) {
     g4_error err;
     g4_sampling how = off;
@@ -313,6 +327,7 @@ static void test_functions(void) {
 int main(void) {
     test_greedy();
     test_parameters();
+    test_overflow();
     test_penalty();
     test_sets();
     test_random_sets();

@@ -411,6 +411,66 @@ static void test_refusals(void) {
     CHECK(!g4_tokenizer_open("no/such.json", NULL), "an error nobody asked for");
 }
 
+/* The hash of the tables, once more: FNV-1a and a multiplication, of which the upper 32 bits choose the slot. */
+static uint32_t upper_bits(uint64_t h) { return (uint32_t)((h ^ h >> 32) * 0x9e3779b97f4a7c15u >> 32); }
+static uint64_t fnv(const char *s) {
+    uint64_t h = 0xcbf29ce484222325u;
+    for (; *s; s++) h = (h ^ (unsigned char)*s) * 0x100000001b3u;
+    return h;
+}
+
+static g4_tokenizer *open_large(const char *vocab, const char *merges, g4_error *err) {
+    toy t = plain_toy;
+    t.vocab = t.merges = "@";
+    string head = toy_json(&t, -1), json = {0};
+    char *first = strchr(head.s, '@'), *second = strchr(first + 1, '@');
+    append(&json, head.s, (size_t)(first - head.s));
+    append(&json, vocab, strlen(vocab));
+    append(&json, first + 1, (size_t)(second - first - 1));
+    append(&json, merges, strlen(merges));
+    append(&json, second + 1, strlen(second + 1));
+    g4_tokenizer *tok = open_bytes(json.s, json.n, err);
+    free(json.s);
+    free(head.s);
+    return tok;
+}
+
+/* Thousands of pieces, or of merges, that were chosen to share a few slots: refused, where looking each up would take minutes. */
+static void test_collisions(void) {
+    enum { N = 6000, SIDE = 1500 };
+    g4_error err = {""};
+    for (int kind = 0; kind < 4; kind++) { /* pieces, then merges; chosen to collide, then not */
+        int collide = kind % 2 == 0, id = 261;
+        string vocab = {0}, merges = {0};
+        if (kind < 2) {
+            append_format(&vocab, "\"a\":261,\"b\":262,\"ab\":263");
+            append_format(&merges, "[\"a b\"]");
+            for (int found = 0; found < N;) {
+                char piece[9] = "";
+                for (int i = 0; i < 8; i++) piece[i] = (char)('a' + random_below(26));
+                if (collide && upper_bits(fnv(piece)) >= (uint32_t)1 << 22) continue;
+                append_format(&vocab, ",\"%s\":%d", piece, 264 + found++);
+            }
+        } else { /* pieces are SIDE characters from U+4E00 on, and pairs of them */
+            for (int i = 0; i < SIDE; i++, id++) append_format(&vocab, "%s\"\\u%04x\":%d", i ? "," : "", 0x4e00 + i, id);
+            for (int left = 0; left < SIDE && id < 261 + SIDE + N; left++)
+                for (int right = 0; right < SIDE && id < 261 + SIDE + N; right++) {
+                    uint64_t pair = (uint64_t)(261 + left) << 32 | (uint64_t)(261 + right);
+                    if (collide && upper_bits(pair * 0xff51afd7ed558ccdu) >= (uint32_t)1 << 25) continue;
+                    append_format(&vocab, ",\"\\u%04x\\u%04x\":%d", 0x4e00 + left, 0x4e00 + right, id++);
+                    append_format(&merges, "%s\"\\u%04x \\u%04x\"", merges.n ? "," : "[", 0x4e00 + left, 0x4e00 + right);
+                }
+            append_format(&merges, "]");
+        }
+        g4_tokenizer *tok = open_large(vocab.s, merges.s, &err);
+        if (collide) CHECK(!tok && strstr(err.text, "thousands"), "%s that collide: %s", kind < 2 ? "pieces" : "merges", tok ? "no refusal" : err.text);
+        else CHECK(tok, "%s that do not collide: %s", kind < 2 ? "pieces" : "merges", err.text);
+        g4_tokenizer_close(tok);
+        free(vocab.s);
+        free(merges.s);
+    }
+}
+
 /* Any file gives a tokenizer or an error, and neither a crash nor a hang. */
 static void test_damaged_files(void) {
     string json = toy_json(&plain_toy, -1);
@@ -858,6 +918,7 @@ int main(int argc, char **argv) {
     test_decoding();
     test_refusals();
     test_damaged_files();
+    test_collisions();
     test_against_plain(200, 12, 300);
     test_against_plain(20, 6, 2500);
     g4_tokenizer *t = open_toy(&plain_toy, &err);
