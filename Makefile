@@ -48,6 +48,8 @@ $(B)/settings: FORCE
 	@mkdir -p $(B)
 	@echo '$(CC) $(CFLAGS_ALL) $(PREFIX)' | cmp -s - $@ || echo '$(CC) $(CFLAGS_ALL) $(PREFIX)' > $@
 FORCE:
+# test objects are kept: deleting them at the end would hide the result in the last line
+.SECONDARY:
 
 $(B)/%.o: %.c $(B)/settings
 	$(CC) $(CFLAGS_ALL) -MMD -MP -DG4_MODEL_DIR='"$(PREFIX)/share/gemma4/austen"' -c $< -o $@

@@ -24,7 +24,11 @@
 
 #if defined(__GNUC__)
 #define INLINE inline __attribute__((always_inline))
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 #define PREFETCH(p) __builtin_prefetch(p)
 #if defined(__clang__)
 #define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
@@ -176,11 +180,11 @@ static INLINE float round_one(float x) {
 #define TARGET
 #if defined(__GNUC__) && (defined(__SSE2__) || defined(__aarch64__) || defined(__wasm_simd128__)) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #define LANES 4
-#define ROWS 2
-#if defined(__aarch64__)
 #define TOKENS 3
+#if defined(__aarch64__)
+#define ROWS 2
 #else
-#define TOKENS 2
+#define ROWS 1
 #endif
 #else
 #define LANES 1
@@ -397,7 +401,9 @@ const g4_backend g4_backend_cpu = {
 #define PARTS (16 / LANES)
 
 /* Keeps a value in its register: compilers like to load it again for each use, and then loads are what the loop waits for. */
-#if defined(HAVE_AVX) || LANES == 4 && defined(__SSE2__)
+#if LANES == 16
+#define KEEP(v) __asm__("" : "+v"(v))
+#elif LANES > 1 && defined(__SSE2__)
 #define KEEP(v) __asm__("" : "+x"(v))
 #else
 #define KEEP(v) ((void)0)
@@ -670,47 +676,46 @@ static TARGET void norm_row(float *y, const float *x, const g4_tensor *w, int di
     }
 }
 
-/* b [PARTS] = the 16 weights at p */
-static INLINE TARGET void load_weights(int kind, vec *b, const unsigned char *p) {
+/* Vector number `part` of the 16 weights at p. A bfloat16 is the upper half of a float: one shuffle sets zeros below each. */
+static INLINE TARGET vec load_weights(int kind, const unsigned char *p, int part) {
     if (kind == HOST_FLOATS) {
-        memcpy(b, p, 16 * sizeof(float));
-        return;
+        vec w;
+        memcpy(&w, p + part * sizeof w, sizeof w);
+        return w;
     }
-#if LANES == 16 /* one shuffle puts each weight into the upper half of a float and zeros below */
-    const __m512i upper = _mm512_set_epi32(0xf0000, 0xe0000, 0xd0000, 0xc0000, 0xb0000, 0xa0000, 0x90000, 0x80000, 0x70000, 0x60000, 0x50000, 0x40000, 0x30000, 0x20000, 0x10000, 0);
-    b[0] = (vec)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, upper, _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p)));
+    p += 2 * LANES * part;
+#if LANES == 16
+    const __m512i halves = _mm512_set_epi32(0xf0000, 0xe0000, 0xd0000, 0xc0000, 0xb0000, 0xa0000, 0x90000, 0x80000, 0x70000, 0x60000, 0x50000, 0x40000, 0x30000, 0x20000, 0x10000, 0);
+    return (vec)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, halves, _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p)));
 #elif LANES == 8
-    const __m256i upper = _mm256_set_epi32(0x0f0e8080, 0x0d0c8080, 0x0b0a8080, 0x09088080, 0x07068080, 0x05048080, 0x03028080, 0x01008080);
-    UNROLL for (int i = 0; i < 2; i++) b[i] = (vec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(p + 16 * i))), upper);
+    const __m256i bytes = _mm256_set_epi32(0x0f0e8080, 0x0d0c8080, 0x0b0a8080, 0x09088080, 0x07068080, 0x05048080, 0x03028080, 0x01008080);
+    return (vec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p)), bytes);
 #elif LANES == 4
     typedef uint16_t eight __attribute__((vector_size(16)));
     const eight zero = {0};
-    UNROLL for (int i = 0; i < 2; i++) { /* a zero below each */
-        eight h;
-        memcpy(&h, p + 16 * i, sizeof h);
+    eight h = {0};
+    memcpy(&h, p, 8);
 #ifdef __clang__
-        b[2 * i] = (vec)__builtin_shufflevector(zero, h, 0, 8, 1, 9, 2, 10, 3, 11);
-        b[2 * i + 1] = (vec)__builtin_shufflevector(zero, h, 4, 12, 5, 13, 6, 14, 7, 15);
+    return (vec)__builtin_shufflevector(zero, h, 0, 8, 1, 9, 2, 10, 3, 11);
 #else
-        b[2 * i] = (vec)__builtin_shuffle(zero, h, (eight){0, 8, 1, 9, 2, 10, 3, 11});
-        b[2 * i + 1] = (vec)__builtin_shuffle(zero, h, (eight){4, 12, 5, 13, 6, 14, 7, 15});
+    return (vec)__builtin_shuffle(zero, h, (eight){0, 8, 1, 9, 2, 10, 3, 11});
 #endif
-    }
 #else
-    for (int i = 0; i < 16; i++) b[i] = float_of((uint32_t)load16(p + 2 * i) << 16);
+    return float_of((uint32_t)load16(p) << 16);
 #endif
 }
 
 /* a [R][N] += 16 elements. R, N and kind are constants wherever this is inlined. */
 static INLINE TARGET void step(int R, int N, int kind, vec a[4][TOKENS][PARTS], const unsigned char *w, size_t w_stride, const float *x, size_t x_stride) {
-    vec b[4][PARTS];
-    UNROLL for (int r = 0; r < R; r++) load_weights(kind, b[r], w + r * w_stride);
-    UNROLL for (int t = 0; t < N; t++)
-        UNROLL for (int p = 0; p < PARTS; p++) {
+    UNROLL for (int p = 0; p < PARTS; p++) {
+        vec b[4];
+        UNROLL for (int r = 0; r < R; r++) b[r] = load_weights(kind, w + r * w_stride, p);
+        UNROLL for (int t = 0; t < N; t++) {
             vec v = load(x + t * x_stride + p * LANES);
             KEEP(v);
-            UNROLL for (int r = 0; r < R; r++) a[r][t][p] += b[r][p] * v;
+            UNROLL for (int r = 0; r < R; r++) a[r][t][p] += b[r] * v;
         }
+    }
 }
 
 /* lanes [R][TOKENS][16], which begin with 0 if `fresh`, += R rows of weights by N tokens, n elements of each. */

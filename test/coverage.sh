@@ -15,6 +15,19 @@ cat > $B/reasons <<'END'
 .|out of memory|memory runs out
 .|no memory|memory runs out
 .|no_memory[(]|memory runs out
+gemma4|free[(]host[)];|memory runs out, or a device fails
+gemma4|g4_state_close[(]s[)];|memory runs out
+gemma4|from the device failed|a device fails
+gemma4|to the device failed|a device fails
+gemma4|does not fit the device|a device fails
+checkpoint|!known|the system cannot tell about a file that it opened
+checkpoint|address space of this machine|machines of 32 bits
+checkpoint|it had %llu when it was opened|a file shrinks while it is read
+tokenizer|is there twice, as|no duplicate key passes the JSON reader; for other formats of files
+tokenizer|free[(]e.ids[)];|memory runs out
+sampler|rounded up to total|u * total is rounded up to total, once in 10^15 draws
+tracefile|free[(]header[)];|memory runs out
+tracefile|cannot write|the disk is full
 END
 
 # Without those that look at another file, or at texts.

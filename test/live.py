@@ -162,7 +162,8 @@ def check_model(gemma4, label, path, ids, greedy, noise, scratch, ratios):
             difference = abs(found["sum"] - logprobs.sum().item())
             report.check(difference <= bar * len(ids), f"{label}: score: the sum differs by {difference:.3g}")
 
-    if gemma4("trace", path, "--ids", comma(ids), "--precision", "bf16", "-o", again) is not None:
+    # In models of more than micro size one flipped rounding spreads everywhere: there only single operations can be compared.
+    if path != AUSTEN and gemma4("trace", path, "--ids", comma(ids), "--precision", "bf16", "-o", again) is not None:
         model = reference.load(path, torch.bfloat16)
         half = reference.trace(model, ids)
         with torch.backends.mkldnn.flags(enabled=False):  # the same model by torch's other kernels
