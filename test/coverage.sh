@@ -25,7 +25,7 @@ checkpoint|address space of this machine|machines of 32 bits
 checkpoint|it had %llu when it was opened|a file shrinks while it is read
 tokenizer|is there twice, as|no duplicate key passes the JSON reader; for other formats of files
 tokenizer|free[(]e.ids[)];|memory runs out
-sampler|rounded up to total|u * total is rounded up to total, once in 10^15 draws
+sampler|rounded up to total|a rounding of u * total that no known seed brings about
 tracefile|free[(]header[)];|memory runs out
 tracefile|cannot write|the disk is full
 END

@@ -22,7 +22,8 @@ unset GEMMA4_BACKEND GEMMA4_THREADS
 
 # ---- The cells ---------------------------------------------------------------------------------------------------------------
 
-quick_cells='gcc-O0 gcc-O2 gcc-O3-native gcc-contract clang-O1 clang-O3-native musl i686 aarch64 s390x mingw wasm fault-contract fault-flush fault-x87'
+quick_cells='gcc-O0 gcc-O1 gcc-O2 gcc-O3-native gcc-contract clang-O1 clang-O3-native musl x86-64-sse2 x86-64-avx2 i686 aarch64 s390x mingw wasm
+    fault-contract fault-flush fault-x87'
 
 all_cells() {
     for compiler in gcc clang; do

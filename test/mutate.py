@@ -162,33 +162,37 @@ def build(tree):
 
 def judge(tree, change, limits):
     """(verdict, why): "killed", "survived" or "error"."""
-    path = os.path.join(tree.path, change.file)
+    path, compiled = os.path.join(tree.path, change.file), os.path.join(tree.path, tree.object(change.file))
     with open(path, encoding="utf-8") as f:
         text = f.read()
     changed, fault = change.apply(text)
     if fault:
         return "error", fault
     close = CLOSEST.get(change.file, [])
+    shutil.copy(compiled, compiled + ".unchanged")
     others = sorted((name for name in tree.programs() if name not in close), key=limits.get)
+    including = [source for source in tree.users(change.file) if source.startswith("test/")]
     try:
         with open(path, "w", encoding="utf-8") as f:
             f.write(changed)
-        fault = tree.compile(change.file)
-        if fault:
-            return "error", "does not compile: " + fault.strip().split("\n")[0]
+        for source in [change.file] + including:
+            fault = tree.compile(source)
+            if fault:
+                return "error", "does not compile: " + fault.strip().split("\n")[0]
         for name in close + others:
-            if name == "cli":
-                tree.link(None)
-            if "test/test_%s.c" % name in tree.users(change.file):
-                tree.compile("test/test_%s.c" % name)
-            fault = tree.link(name) or tree.test(name, limits[name])
+            fault = tree.link(name) or (tree.link(None) if name == "cli" else None)
+            if fault:
+                return "error", "does not link: " + fault.strip().split("\n")[0]
+            fault = tree.test(name, limits[name])
             if fault:
                 return "killed", "%s: %s" % (name, fault)
         return "survived", "no test program notices"
     finally:
         with open(path, "w", encoding="utf-8") as f:
             f.write(text)
-        tree.compile(change.file)
+        shutil.copy(compiled + ".unchanged", compiled)
+        for source in including:
+            tree.compile(source)
 
 
 def main():
