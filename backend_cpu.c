@@ -676,7 +676,7 @@ static TARGET void norm_row(float *y, const float *x, const g4_tensor *w, int di
     }
 }
 
-/* Vector number `part` of the 16 weights at p. A bfloat16 is the upper half of a float: one shuffle sets zeros below each. */
+/* Vector number `part` of the 16 weights at p. A bfloat16 is the upper half of a float. */
 static INLINE TARGET vec load_weights(int kind, const unsigned char *p, int part) {
     if (kind == HOST_FLOATS) {
         vec w;
@@ -688,13 +688,13 @@ static INLINE TARGET vec load_weights(int kind, const unsigned char *p, int part
     const __m512i halves = _mm512_set_epi32(0xf0000, 0xe0000, 0xd0000, 0xc0000, 0xb0000, 0xa0000, 0x90000, 0x80000, 0x70000, 0x60000, 0x50000, 0x40000, 0x30000, 0x20000, 0x10000, 0);
     return (vec)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, halves, _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p)));
 #elif LANES == 8
-    const __m256i bytes = _mm256_set_epi32(0x0f0e8080, 0x0d0c8080, 0x0b0a8080, 0x09088080, 0x07068080, 0x05048080, 0x03028080, 0x01008080);
-    return (vec)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p)), bytes);
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16); /* a shuffle's mask would be a register too many */
 #elif LANES == 4
     typedef uint16_t eight __attribute__((vector_size(16)));
-    const eight zero = {0};
-    eight h = {0};
-    memcpy(&h, p, 8);
+    typedef uint64_t two __attribute__((vector_size(16)));
+    uint64_t four;
+    memcpy(&four, p, sizeof four);
+    const eight zero = {0}, h = (eight)(two){four, 0};
 #ifdef __clang__
     return (vec)__builtin_shufflevector(zero, h, 0, 8, 1, 9, 2, 10, 3, 11);
 #else

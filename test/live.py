@@ -5,7 +5,7 @@ Each run takes a new seed (printed; --seed repeats one) and builds every kind of
 of the prompt, the window, eps and the softcap shaken too. Then, for each model:
 
     trace      every tensor that transformers' modules let one see; bar: max abs <= max(1e-5, 3 x noise) x max(1, largest abs)
-               of the tensor, noise being how far transformers' float32 is from its own float64 on this model
+               of the tensor, noise being how far float32 runs of transformers are from float64 on this model: noise_jittered
     run        16 greedy ids, equal
     logits     the bits of trace; hash: their FNV-1a, for every exact backend, several --threads and --chunk
     score      the log-probabilities, against log_softmax
@@ -318,7 +318,7 @@ def main():
             label = f"{name} (seed {used}, T {spec['T']}, window {spec['config'].get('sliding_window', 'default')})"
             expected = load_file(f"{path}/expected.safetensors")
             with safe_open(f"{path}/expected.safetensors", "pt") as f:
-                noise = float(f.metadata()["noise_f32"])
+                noise = float(f.metadata()["noise_jittered"])
             if wanted(name):
                 check_model(gemma4, label, path, expected["ids"].tolist(), expected["greedy"].tolist(), noise, scratch, ratios)
             if name == "26b-a4b" and wanted("generate"):
@@ -332,7 +332,7 @@ def main():
             else:
                 expected = load_file(f"{path}/expected.safetensors")
                 ids, greedy = expected["ids"].tolist(), expected["greedy"].tolist()
-            check_model(gemma4, name, path, ids, greedy, fixtures.noise_f32(reference.load(path), ids), scratch, ratios)
+            check_model(gemma4, name, path, ids, greedy, fixtures.noises(reference.load(path), ids)[1], scratch, ratios)
         if ratios:
             print("bf16 ratios: " + ", ".join(f"{label.split(' (')[0]} {r:.3g}" for label, r in ratios.items()))
         if len(ratios) >= 10:  # a median of few says little
