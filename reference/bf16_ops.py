@@ -161,8 +161,10 @@ def record(model, ids, layers=None, parts_of_experts=True):
             clear = best[:, k - 1] > best[:, k] if k < best.shape[1] else torch.ones(len(best), dtype=torch.bool)
             watch.ties += int((~clear).sum())
             index, order = index[clear].sort(dim=-1)
-            watch.op("router", name, h=args[0][clear], n=seen["router"][0][clear], logits=seen["router"][1][clear], scale=m.scale, proj=m.proj.weight, per_expert_scale=m.per_expert_scale,
-                     D=m.hidden_size, E=len(m.per_expert_scale), K=k, eps=m.eps, index=index, weight=weight[clear].gather(1, order))
+            n, logits = (x[clear] for x in seen["router"])
+            watch.op("router", name, h=args[0][clear], n=n, logits=logits, scale=m.scale, proj=m.proj.weight,
+                     per_expert_scale=m.per_expert_scale, D=m.hidden_size, E=len(m.per_expert_scale), K=k, eps=m.eps, index=index,
+                     weight=weight[clear].gather(1, order))
         return hook
 
     def experts(name):

@@ -226,7 +226,8 @@ def main():
     if wanted("fixtures"):
         folders = [(name, f"{ROOT}/test/fixtures/{name}") for name in sorted(os.listdir(f"{ROOT}/test/fixtures"))]
         if os.path.isdir(f"{shared}/fixtures"):
-            folders += [(f"shared {name}", f"{shared}/fixtures/{name}") for name in sorted(os.listdir(f"{shared}/fixtures")) if name.startswith("micro-")]
+            names = [name for name in sorted(os.listdir(f"{shared}/fixtures")) if name.startswith("micro-")]
+            folders += [(f"shared {name}", f"{shared}/fixtures/{name}") for name in names]
         else:
             skip("SHARED is not set: its fixtures/micro-*")
         for name, path in folders:

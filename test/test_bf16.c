@@ -3,13 +3,13 @@
  *     build/test_bf16 ./gemma4             the data of test/bf16, and the bits of whole models over threads, chunks and backends
  *     build/test_bf16 ./gemma4 FILE...     other files of reference/bf16_ops.py, which describes them; prints a table
  *
- * The bar, for each operation of a file: at least 99.9 % of the outputs have equal bits, the rest are one bfloat16 ulp away. What is left open is the
- * order of the sums inside (ours is fixed, torch's depends on the processor), which now and then moves a result across a tie. Where a sum cancels to
- * nearly nothing the same error is many ulps: for FILE an ulp is not taken smaller than that of 1/256 of the tensor's root mean square.
+ * The bar, for each kind of operation: at least 99.9 % of the outputs have equal bits, the rest are one bfloat16 ulp away. What is left open is
+ * the order of the sums inside (ours is fixed, torch's depends on the processor), which now and then moves a result across a tie. Where a sum
+ * cancels to nearly nothing the same error is many ulps: for FILE an ulp is not taken smaller than that of 1/256 of the tensor's root mean square.
  *
- * An operation that rounds inside is given transformers' own inner values, or one sum that crosses a tie would count once for every output behind it: the
- * router and the experts get transformers' products through a matmul that hands them out; rows of attention with a score on the other side of a
- * tie are left out (`moved`), and the scores are counted by themselves. On the committed data nothing needs this: no row is moved.
+ * An operation that rounds inside is given transformers' own inner values, or one sum that crosses a tie would count once for every output
+ * behind it: the router and the experts get transformers' products through a matmul that hands them out; rows of attention with a score on
+ * the other side of a tie are left out (`moved`), and the scores are counted by themselves. In the committed data no row is moved.
  *
  * That the bar can be missed is checked too: the same operations without the roundings inside, only the result rounded, must miss it.
  *
@@ -176,12 +176,13 @@ static const g4_backend *const op = &g4_backend_scalar;
 /* A matmul for operations that call run->backend->matmul: it counts what it computes, and gives what transformers computed. */
 static struct {
     const line *l;
-    const float *next[2]; /* the results of the calls 0, 2, 4, ... and 1, 3, 5, ... */
+    const float *next[2]; /* the results of every second call, from the first and from the second on */
+    int parts;            /* 1: next[0] holds the results of all calls */
     int call;
 } handed_out;
 
 static void hand_out(const g4_run *run, float *y, const g4_tensor *W, const float *x, int T) {
-    const float **from = &handed_out.next[handed_out.call++ % 2];
+    const float **from = &handed_out.next[handed_out.call++ % handed_out.parts];
     size_t n = (size_t)T * (size_t)W->rows;
     op->matmul(run, y, W, x, T);
     if (run->precision == G4_F32) return;
@@ -273,7 +274,8 @@ static void do_rope(line *l, const g4_run *run, float **y, size_t *n) {
 }
 
 /* Counts the visible scores against transformers' [H][T][T], and marks in moved [T][H] the rows where one is not equal. */
-static void compare_scores(line *l, const g4_run *run, unsigned char *moved, const float *theirs, const float *q, const float *k, int T, int H, int G, int dh, int window) {
+static void compare_scores(line *l, const g4_run *run, unsigned char *moved, const float *theirs, const float *q, const float *k, int T, int H,
+                           int G, int dh, int window) {
     unsigned char *keys = room(2 * (size_t)T * dh); /* of one head, as a weight [T][dh] */
     float *x = room(sizeof *x * (size_t)T * dh), *y = room(sizeof *y * (size_t)T * T);
     g4_tensor W = {.data = keys, .type = G4_TYPE_BF16, .rows = T, .cols = dh};
@@ -299,7 +301,8 @@ static void do_attention(line *l, const g4_run *run, float **y, size_t *n) {
     int H = (int)number(l, "H"), G = (int)number(l, "G"), dh = (int)number(l, "dh"), window = (int)number(l, "window");
     int only_weights = !strcmp(l->op, "softmax");
     size_t size = 0, n_scores = 0;
-    float *q = floats(l, "q", n), *k = floats(l, "k", &size), *v = only_weights ? NULL : floats(l, "v", &size), *scores = floats(l, "scores", &n_scores);
+    float *q = floats(l, "q", n), *k = floats(l, "k", &size), *v = only_weights ? NULL : floats(l, "v", &size);
+    float *scores = floats(l, "scores", &n_scores);
     size_t T = *n / (size_t)(H * dh);
     if (only_weights) *n = (size_t)H * T * T;
     if (!l->broken) *y = room(*n * sizeof **y);
@@ -354,20 +357,22 @@ static void do_ple(line *l, const g4_run *run, float **y, size_t *n) {
     free(b);
 }
 
-/* The weights of the chosen experts, and the normed and scaled input of the router's matrix. The weights are float32 in transformers too: they are counted
- * rounded, and `worst` keeps how far they are apart before that. */
+/* The weights of the chosen experts, and the normed and scaled input of the router's matrix. The weights are float32 in transformers too: they
+ * are counted rounded, and `worst` keeps how far they are apart before that. */
 static void do_router(line *l, const g4_run *run, float **y, size_t *n) {
     int D = (int)number(l, "D"), E = (int)number(l, "E"), K = (int)number(l, "K");
     size_t size = 0, m = 0;
-    g4_layer layer = {.router_proj = weight(l, "proj", D), .router_scale = weight(l, "scale", D), .per_expert_scale = weight(l, "per_expert_scale", E)};
-    float *h = floats(l, "h", &size), *expected = floats(l, "weight", &m), *normed = floats(l, "n", &size), *products = floats(l, "logits", &m);
+    g4_layer layer = {.router_proj = weight(l, "proj", D), .router_scale = weight(l, "scale", D),
+                      .per_expert_scale = weight(l, "per_expert_scale", E)};
+    float *h = floats(l, "h", &size), *expected = floats(l, "weight", &m), *normed = floats(l, "n", &size);
+    float *products = floats(l, "logits", &m);
     int32_t *index = ints(l, "index", n);
     size_t T = size / (size_t)D;
     if (!l->broken && *n == T * (size_t)K && m == T * (size_t)E) {
         g4_backend handing = *op;
         g4_run inner = *run;
         handing.matmul = hand_out, inner.backend = &handing;
-        handed_out.l = l, handed_out.call = 0, handed_out.next[0] = products;
+        handed_out.l = l, handed_out.call = 0, handed_out.parts = 1, handed_out.next[0] = products;
         float *scratch = room(size * sizeof *scratch), *logits = room(T * (size_t)E * sizeof *logits);
         int32_t *chosen = room(*n * sizeof *chosen);
         *y = room(*n * sizeof **y);
@@ -393,12 +398,13 @@ static void do_experts(line *l, const g4_run *run, float **y, size_t *n) {
     int D = (int)number(l, "D"), K = (int)number(l, "K"), Fe = (int)number(l, "Fe");
     size_t size = 0;
     g4_layer layer = {.experts_gate_up_proj = weight(l, "gate_up", D), .experts_down_proj = weight(l, "down", Fe)};
-    float *x = floats(l, "x", n), *w = floats(l, "weight", &size), *gate_ups = floats(l, "gate_ups", &size), *downs = floats(l, "downs", &size);
+    float *x = floats(l, "x", n), *w = floats(l, "weight", &size);
+    float *gate_ups = floats(l, "gate_ups", &size), *downs = floats(l, "downs", &size);
     int32_t *index = ints(l, "index", &size);
     g4_backend handing = *op;
     g4_run inner = *run;
     handing.matmul = hand_out, inner.backend = &handing;
-    handed_out.l = l, handed_out.call = 0, handed_out.next[0] = gate_ups, handed_out.next[1] = downs;
+    handed_out.l = l, handed_out.call = 0, handed_out.parts = 2, handed_out.next[0] = gate_ups, handed_out.next[1] = downs;
     float *gate_up = room(sizeof(float) * 2 * (size_t)Fe), *down = room(sizeof(float) * (size_t)D);
     if (!l->broken)
         op->experts(&inner, &(g4_experts_args){.y = *y = room(*n * sizeof **y), .x = x, .index = index, .weight = w, .layer = &layer,
@@ -415,8 +421,9 @@ static void do_softcap(line *l, const g4_run *run, float **y, size_t *n) {
 static const struct {
     void (*run)(line *l, const g4_run *run, float **y, size_t *n);
     int inside;
-} runs[N_KINDS] = {{do_embed, 1}, {do_matmul, 0}, {do_norm, 0}, {do_rope_table, 0}, {do_rope, 1}, {NULL, 0}, {do_attention, 1}, {do_attention, 1}, {do_gelu_mul, 0},
-                   {do_gelu_mul, 1}, {do_add, 0}, {do_scale, 0}, {do_ple, 1}, {do_router, 1}, {do_experts, 1}, {do_softcap, 1}};
+} runs[N_KINDS] = {{do_embed, 1},     {do_matmul, 0},    {do_norm, 0},     {do_rope_table, 0}, {do_rope, 1},  {NULL, 0},
+                   {do_attention, 1}, {do_attention, 1}, {do_gelu_mul, 0}, {do_gelu_mul, 1},   {do_add, 0},   {do_scale, 0},
+                   {do_ple, 1},       {do_router, 1},    {do_experts, 1},  {do_softcap, 1}};
 
 static void expected_of(line *l, float **y, size_t *n) {
     if (strcmp(l->op, "rope_table")) {
@@ -485,9 +492,11 @@ static void check_file(const char *path, int threads) {
     g4_safetensors_close(&st);
 }
 
-/* The bars, for what was counted. committed: each kind must have been there, ulps are taken as they are, and the bar must be one that can be missed. */
+/* The bars, for what was counted. committed: each kind must have been there, ulps are taken as they are, and the bar must be one that can be
+ * missed. */
 static void judge(int committed) {
-    if (!committed) printf("%-10s %12s %10s %8s %10s %6s %10s %10s\n", "operation", "outputs", "equal", "1 ulp", "cancelled", "more", "moved", "unrounded");
+    if (!committed)
+        printf("%-10s %12s %10s %8s %10s %6s %10s %10s\n", "operation", "outputs", "equal", "1 ulp", "cancelled", "more", "moved", "unrounded");
     for (int i = 0; i < N_KINDS; i++) {
         const tally *c = &counted[i];
         if (!committed && !c->outputs) continue;
@@ -499,11 +508,13 @@ static void judge(int committed) {
         }
         CHECK(c->outputs > 0, "no data for %s", kinds[i]);
         CHECK(equal >= 99.9, "%s: %.4f %% of %zu outputs have transformers' bits, the bar is 99.9 %%", kinds[i], equal, c->outputs);
-        /* torch's vectors take tanh for -1 a little early: GELU of -5.0625 to -5.15625, four values of all, is -0 there, -1.5e-7 here and in truth */
+        /* torch's vectors take tanh for -1 a little early: GELU of -5.0625 to -5.15625, four values of all, is -0 there and -1.5e-7 here */
         size_t known = strcmp(kinds[i], "gelu") ? 0 : 4;
-        CHECK(!c->more && !(committed && c->cancelled > known), "%s: %zu outputs are more than 1 bf16 ulp away; %s", kinds[i], c->more + c->cancelled, c->where);
+        CHECK(!c->more && !(committed && c->cancelled > known), "%s: %zu outputs are more than 1 bf16 ulp away; %s", kinds[i],
+              c->more + c->cancelled, c->where);
         CHECK(c->moved <= (committed ? 0 : c->outputs / 4), "%s: scores differ in the rows of %zu outputs", kinds[i], c->moved);
-        if (committed && runs[i].inside) CHECK(loose > 0.1, "%s: the data do not show whether it rounds inside: %.4f %% differ without", kinds[i], loose);
+        if (committed && runs[i].inside)
+            CHECK(loose > 0.1, "%s: the data do not show whether it rounds inside: %.4f %% differ without", kinds[i], loose);
     }
     const tally *router = &counted[kind_of("router")];
     if (committed) CHECK(router->worst < 1e-6, "router: the float32 weights differ by %.3g", router->worst);
@@ -556,8 +567,8 @@ static void check_bits(const char *name) {
         for (size_t i = 0; i < sizeof how / sizeof *how; i++) {
             float *logits = logits_of(m, ids, (int)T, G4_BF16, how[i].threads, how[i].chunk, how[i].step);
             if (logits && first)
-                CHECK(!memcmp(first, logits, n * sizeof *logits), "%s: other bf16 bits with backend %s, %d threads, chunks of %d, %d rows a call", name, backend,
-                      how[i].threads, how[i].chunk, how[i].step);
+                CHECK(!memcmp(first, logits, n * sizeof *logits), "%s: other bf16 bits with backend %s, %d threads, chunks of %d, %d rows a call",
+                      name, backend, how[i].threads, how[i].chunk, how[i].step);
             if (first) free(logits);
             else first = logits;
         }
@@ -588,6 +599,8 @@ int main(int argc, char **argv) {
     if (argc <= 2) {
         check_bits("e2b");
         check_bits("26b-a4b");
+        check_bits("f16"); /* weights that are not bfloat16 already */
+        check_bits("untied-f32");
     }
     return test_done("bf16");
 }

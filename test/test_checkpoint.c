@@ -294,6 +294,7 @@ static void safetensors(void) {
     refuses_st(ONE("U8", "1", "[0,1]"), 1, "shape");
     refuses_st(ONE("U8", "[1,1,1,1,1,1,1,1,1]", "[0,1]"), 1, "9 dimensions");
     refuses_st(ONE("F4", "[3]", "[0,2]"), 2, "tensor a: F4 [3] takes 2 bytes");
+    refuses_st(ONE("F4", "[3]", "[0,1]"), 1, "tensor a: F4 [3] takes 2 bytes");
     refuses_st(ONE("U8", "[8]", "[8,0]"), 8, "begin <= end");
     refuses_st(ONE("U8", "[1]", "[0]"), 1, "data_offsets");
     refuses_st(ONE("U8", "[1]", "[0,1,1]"), 1, "data_offsets");
