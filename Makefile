@@ -69,7 +69,7 @@ $(B)/test_%$(EXE): $(B)/test_%.o $(B)/tracefile.o $(OUT)libgemma4.a
 	$(CC) $(CFLAGS_ALL) $^ $(LIBS) $(LDFLAGS) -o $@
 
 run: all
-	./gemma4 run -p "It is a truth universally acknowledged, that" -n 160
+	./gemma4 run -p "It is a truth universally acknowledged, that" -n 160 --seed 10
 
 bench: all
 	./gemma4 bench

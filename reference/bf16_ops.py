@@ -109,6 +109,7 @@ def record(model, ids, layers=None, parts_of_experts=True):
     """The Recorder of one pass over ids."""
     text, config = model.model, model.config
     watch, handles, seen = Recorder(layers, parts_of_experts), [], {}
+    text.unique_layer_types = sorted(text.unique_layer_types)  # a set: its order, and so that of the file, changes from run to run
     package = sys.modules[type(text).__module__]
     eager, rotate = package.eager_attention_forward, package.apply_rotary_pos_emb
     plain = torch._C.DisableTorchFunction

@@ -274,7 +274,7 @@ def save(model, config, a, best):
     plain.load_state_dict(model.state_dict())
     plain = plain.to(torch.bfloat16)
     plain.generation_config = transformers.GenerationConfig(
-        bos_token_id=2, pad_token_id=0, eos_token_id=[1], do_sample=True, temperature=0.8, top_k=64, top_p=0.95)
+        bos_token_id=2, pad_token_id=0, eos_token_id=[1], do_sample=True, temperature=0.65, top_k=64, top_p=0.9)
     plain.save_pretrained(a.out)
     with open(os.path.join(a.out, "tokenizer_config.json"), "w") as f:
         json.dump({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>",

@@ -479,6 +479,26 @@ static void test_score(void) {
     expect_error("two at least", "$G score $M -q --ids 5");
 }
 
+/* What a checkpoint holds beyond the text model, and what is odd about its config, is said. */
+static void test_notices(void) {
+    sh("$G info ${M%%e2b}multimodal -q");
+    char *list = strstr(out, "tensors of the checkpoint that are not read:\n");
+    CHECK(status == 0 && list && strstr(list, "\nmodel.vision_tower.patch_embedder.input_proj.weight\n"), "info lists what is not read: %s", out);
+    g4_json j;
+    g4_error err;
+    sh("$G info ${M%%e2b}multimodal -q --json");
+    CHECK(status == 0 && !g4_json_parse(&j, out, out_size, "info --json", &err), "info --json: %d %s", status, err_text);
+    uint32_t ignored = g4_json_get(&j, 0, "ignored");
+    int found = 0;
+    for (uint32_t i = j.nodes[ignored].first; i; i = j.nodes[i].next) found += !strcmp(g4_json_string(&j, i), "model.embed_vision.embedding_projection.weight");
+    CHECK(ignored && j.nodes[ignored].size > 2 && found == 1, "and as JSON: %s", out);
+    g4_json_free(&j);
+    sh("$G hash ${M%%e2b}bare --ids 5,6");
+    CHECK(status == 0 && strstr(err_text, "warning: ") && strstr(err_text, "the last layer is sliding_attention; it is forced to full_attention"), "a warning: %s", err_text);
+    sh("$G hash ${M%%e2b}bare --ids 5,6 -q");
+    CHECK(status == 0 && !*err_text, "and none with -q: %s", err_text);
+}
+
 static void test_info(void) {
     g4_json j;
     g4_error err;
@@ -689,7 +709,7 @@ static void test_text(void) {
     CHECK(status == 0 && out_size == 2 * strlen(first) && !strncmp(out, first, strlen(first)) && !strcmp(out + strlen(first), first),
           "-f and stdin give the same: %s", out);
     sh("$G tokenize --bos -p 'It is a truth'; $G tokenize --bos -p '<bos>It is a truth'; $G tokenize -p '<bos>It is a truth'");
-    snprintf(second, sizeof second, "2 %s2 %s2 %s", first, first, first);
+    snprintf(second, sizeof second, "2 %.300000s2 %.300000s2 %.300000s", first, first, first);
     CHECK(!strcmp(out, second), "one BOS, never two: %s", out);
     sh("$G tokenize -p ''; $G tokenize --bos -p ''");
     CHECK(status == 0 && !strcmp(out, "\n2\n"), "no text: %s", out);
@@ -755,7 +775,7 @@ static void test_text(void) {
     strcpy(first, out);
     CHECK(status == 0 && *out && !*err_text, "run: %s%s", out, err_text);
     sh("printf 'It is a truth' | $G run -n 12 --seed 3 -q; $G run -p '<bos>It is a truth' -n 12 --seed 3 -q; $G run --ids $($G tokenize --bos -p 'It is a truth' | tr ' ' ,) -n 12 --seed 3 -q | $G detokenize");
-    snprintf(second, sizeof second, "%s%s%s", first, first, first);
+    snprintf(second, sizeof second, "%.300000s%.300000s%.300000s", first, first, first);
     CHECK(!strcmp(out, second), "stdin, a BOS of one's own, and ids give the same: %s", out);
     sh("$G run -n 4 -q --temp 0 -p '' && $G run -n 4 -q --temp 0 < /dev/null");
     CHECK(status == 0 && out_size % 2 == 0 && !memcmp(out, out + out_size / 2, out_size / 2), "no text: the model begins by itself");
@@ -792,6 +812,7 @@ int main(int argc, char **argv) {
     test_trace();
     test_score();
     test_info();
+    test_notices();
     test_writing();
     test_context();
     test_run();
