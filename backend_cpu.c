@@ -291,26 +291,26 @@ static size_t find_keys(const g4_kv *kv, const group *b, int j, int *n) {
     return (((size_t)b->seq * kv->G + b->g) * kv->R + (size_t)row) * kv->dh;
 }
 
-/* score [heads][ctx] of keys begin .. end - 1. The scale is 1. */
-static void find_scores(const kernels *k, const g4_attention_args *a, const group *b, float *score, int begin, int end, int round) {
+/* score [heads][stride] of keys begin .. end - 1. The scale is 1. */
+static void find_scores(const kernels *k, const g4_attention_args *a, const group *b, float *score, size_t stride, int begin, int end, int round) {
     for (int j = begin, n; j < end; j += n) {
         n = end - j;
         size_t at = find_keys(a->kv, b, j, &n), dh = (size_t)a->kv->dh;
-        const product m = {.y = score + j, .y_stride = (size_t)a->ctx, .w = (const unsigned char *)(a->kv->k + at), .w_stride = sizeof(float) * dh,
+        const product m = {.y = score + j, .y_stride = stride, .w = (const unsigned char *)(a->kv->k + at), .w_stride = sizeof(float) * dh,
                            .type = G4_TYPE_F32, .x = a->q + b->q, .x_stride = dh, .T = b->heads, .n = (int)dh, .round = round};
         k->products(&m, 0, n);
     }
 }
 
 /* Columns begin .. end - 1 of o [heads][dh] = score V, a few keys at a time, so that the cache holds them for all heads. */
-static void sum_values(const kernels *k, const g4_attention_args *a, const group *b, const float *score, int begin, int end, int round) {
+static void sum_values(const kernels *k, const g4_attention_args *a, const group *b, const float *score, size_t stride, int begin, int end, int round) {
     int dh = a->kv->dh;
     float *o = a->o + b->q;
     for (int h = 0; h < b->heads; h++) memset(o + (size_t)h * dh + begin, 0, sizeof *o * (size_t)(end - begin));
     for (int j = 0, n; j < b->n; j += n) {
         n = MIN(32, b->n - j);
         size_t at = find_keys(a->kv, b, j, &n);
-        k->weighted_sum(o, score + j, (size_t)a->ctx, a->kv->v + at, b->heads, dh, n, begin, end);
+        k->weighted_sum(o, score + j, stride, a->kv->v + at, b->heads, dh, n, begin, end);
     }
     for (int h = 0; round && h < b->heads; h++)
         for (int i = begin; i < end; i++) o[(size_t)h * dh + i] = round_one(o[(size_t)h * dh + i]);
@@ -319,36 +319,36 @@ static void sum_values(const kernels *k, const g4_attention_args *a, const group
 static void attention(const g4_run *run, const g4_attention_args *a) {
     enum { KEYS = 64 };
     const kernels *k = KERNELS;
-    const int threads = run->threads, heads = a->H / a->kv->G, dh = a->kv->dh, ctx = a->ctx, round = run->precision == G4_BF16;
-    const int room = threads; /* rows of a->scores */
-    int longest = 0;
+    const int threads = run->threads, heads = a->H / a->kv->G, dh = a->kv->dh, round = run->precision == G4_BF16;
+    int longest = 1;
     for (int t = 0; t < a->rows->T; t++) longest = MAX(longest, MIN(a->rows->pos[t] + 1, a->kv->window));
+    const size_t stride = (size_t)longest, room = (size_t)a->ctx; /* floats of a->scores for each thread: as many heads at once as fit */
     const int share = worth_sharing((size_t)a->rows->T * a->H * longest * dh);
 
     if (a->rows->T * a->kv->G >= 2 * threads || !share) { /* each thread takes whole groups */
-        const int width = MIN(heads, room / threads), groups = a->rows->T * a->kv->G * ((heads + width - 1) / width);
+        const int width = (int)MIN((size_t)heads, room / stride), groups = a->rows->T * a->kv->G * ((heads + width - 1) / width);
 #pragma omp parallel for schedule(static) num_threads(threads) if (share)
         for (int worker = 0; worker < threads; worker++)
             for (int i = worker; i < groups; i += threads) {
                 group b = find_group(a, i, width);
-                float *score = a->scores + (size_t)worker * width * ctx;
-                find_scores(k, a, &b, score, 0, b.n, round);
-                for (int h = 0; h < b.heads; h++) k->softmax(score + (size_t)h * ctx, b.n, round);
-                sum_values(k, a, &b, score, 0, dh, round);
+                float *score = a->scores + (size_t)worker * room;
+                find_scores(k, a, &b, score, stride, 0, b.n, round);
+                for (int h = 0; h < b.heads; h++) k->softmax(score + h * stride, b.n, round);
+                sum_values(k, a, &b, score, stride, 0, dh, round);
             }
         return;
     }
 
     /* Few rows, as in decoding: all threads work on one group, first by keys, then by heads, then by columns. */
-    const int width = MIN(heads, room), groups = a->rows->T * a->kv->G * ((heads + width - 1) / width);
+    const int width = (int)MIN((size_t)heads, threads * room / stride), groups = a->rows->T * a->kv->G * ((heads + width - 1) / width);
     for (int i = 0; i < groups; i++) {
         const group b = find_group(a, i, width);
 #pragma omp parallel for schedule(static) num_threads(threads)
-        for (int block = 0; block < (b.n + KEYS - 1) / KEYS; block++) find_scores(k, a, &b, a->scores, block * KEYS, MIN(b.n, (block + 1) * KEYS), round);
+        for (int block = 0; block < (b.n + KEYS - 1) / KEYS; block++) find_scores(k, a, &b, a->scores, stride, block * KEYS, MIN(b.n, (block + 1) * KEYS), round);
 #pragma omp parallel for schedule(static) num_threads(threads)
-        for (int h = 0; h < b.heads; h++) k->softmax(a->scores + (size_t)h * ctx, b.n, round);
+        for (int h = 0; h < b.heads; h++) k->softmax(a->scores + h * stride, b.n, round);
 #pragma omp parallel for schedule(static) num_threads(threads)
-        for (int part = 0; part < threads; part++) sum_values(k, a, &b, a->scores, part_begin(dh, part, threads), part_begin(dh, part + 1, threads), round);
+        for (int part = 0; part < threads; part++) sum_values(k, a, &b, a->scores, stride, part_begin(dh, part, threads), part_begin(dh, part + 1, threads), round);
     }
 }
 
