@@ -71,7 +71,7 @@ class Recorder(TorchFunctionMode):
         self.products.clear()
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         sizes = dict(H=q.shape[1], G=k.shape[1], dh=q.shape[2], window=window)
-        self.op("attention", name, q=q, k=k, v=v, scores=scores, **sizes, y=out)
+        self.op("attention", name, q=q, k=k, v=v, scores=scores, weights=weights, **sizes, y=out)
         self.op("softmax", name, q=q, k=k, scores=scores, **sizes, y=weights)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

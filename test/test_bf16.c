@@ -8,8 +8,9 @@
  * cancels to nearly nothing the same error is many ulps: for FILE an ulp is not taken smaller than that of 1/256 of the tensor's root mean square.
  *
  * An operation that rounds inside is given transformers' own inner values, or one sum that crosses a tie would count once for every output
- * behind it: the router and the experts get transformers' products through a matmul that hands them out; rows of attention with a score on
- * the other side of a tie are left out (`moved`), and the scores are counted by themselves. In the committed data no row is moved.
+ * behind it: the router and the experts get transformers' products through a matmul that hands them out; rows of attention with a score or a
+ * weight on the other side of a tie are left out (`moved`), and scores and weights are counted by themselves. In the committed data no row is
+ * moved.
  *
  * That the bar can be missed is checked too: the same operations without the roundings inside, only the result rounded, must miss it.
  *
@@ -311,6 +312,15 @@ static void do_attention(line *l, const g4_run *run, float **y, size_t *n) {
     if (!l->broken && run->precision == G4_BF16) {
         unsigned char *moved = room(T * (size_t)H), *all = room(*n);
         compare_scores(l, run, moved, scores, q, k, (int)T, H, G, dh, window);
+        if (!only_weights) { /* [H][T][T]; they are counted as softmax */
+            float *theirs = floats(l, "weights", &size), *ours = room(size * sizeof *ours);
+            if (!l->broken && size == (size_t)H * T * T) {
+                weights(run, ours, q, k, (int)T, H, G, dh, window);
+                for (size_t i = 0; i < size; i++) moved[i / T % T * (size_t)H + i / (T * T)] |= ours[i] != theirs[i];
+            }
+            l->broken |= size != (size_t)H * T * T;
+            free(theirs), free(ours);
+        }
         for (size_t i = 0; i < *n; i++) /* [H][T][T] or [T][H][dh] */
             all[i] = only_weights ? moved[i / T % T * (size_t)H + i / (T * T)] : moved[i / (size_t)dh];
         free(moved);
