@@ -21,7 +21,7 @@ count() {
 }
 
 mkdir -p build/san
-make SAN=1 CC="$CC" B=build/san OUT=build/san/ SHARED="${SHARED:-none}" test > "$log" 2>&1
+make --no-print-directory SAN=1 CC="$CC" B=build/san OUT=build/san/ SHARED="${SHARED:-none}" test > "$log" 2>&1
 count $? sanitizers
 
 build/test_ulp ./gemma4 401 > "$log" 2>&1
