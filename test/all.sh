@@ -34,5 +34,8 @@ fi
 build/venv/bin/python test/live.py ${CI:+--seed 3} > "$log" 2>&1
 count $? live
 
+build/venv/bin/python -W ignore test/bf16.py fixtures > "$log" 2>&1
+count $? bf16
+
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]
