@@ -225,8 +225,8 @@ static int part_begin(int rows, int part, int parts) {
 static void matmul(const g4_run *run, float *y, const g4_tensor *W, const float *x, int T) {
     const kernels *k = KERNELS;
     int rows = (int)W->rows, cols = (int)W->cols, bf16 = run->precision == G4_BF16;
-    const product m = {.y = y, .y_stride = (size_t)rows, .w = W->data, .w_stride = (size_t)cols * (W->type == G4_TYPE_F32 ? 4 : 2), .type = W->type,
-                       .widen = W->type == G4_TYPE_F16 || (W->type == G4_TYPE_F32 && (bf16 || !host_is_little())),
+    const product m = {.y = y, .y_stride = (size_t)rows, .w = W->data, .w_stride = g4_row_bytes(W), .type = W->type,
+                       .widen = W->type != G4_TYPE_BF16 && (W->type != G4_TYPE_F32 || bf16 || !host_is_little()),
                        .x = x, .x_stride = (size_t)cols, .T = T, .n = cols, .round = bf16};
 #pragma omp parallel for schedule(static) num_threads(run->threads) if (worth_sharing((size_t)rows * cols * T))
     for (int part = 0; part < run->threads; part++) k->products(&m, part_begin(rows, part, run->threads), part_begin(rows, part + 1, run->threads));
@@ -352,21 +352,28 @@ static void attention(const g4_run *run, const g4_attention_args *a) {
     }
 }
 
+/* Matrix e of a weight that holds one [rows][cols] matrix per expert. */
+static g4_tensor expert_matrix(const g4_tensor *W, int e, int rows) {
+    g4_tensor one = *W;
+    one.data = (const unsigned char *)W->data + (size_t)e * (size_t)rows * g4_row_bytes(W);
+    one.rows = rows;
+    return one;
+}
+
 /* Expert by expert and not row by row: the weights of one stay in the cache for all rows that chose it. Each row still adds its experts in ascending order. */
 static void experts(const g4_run *run, const g4_experts_args *a) {
     const g4_layer *layer = a->layer;
     int D = a->D, Fe = a->Fe, bf16 = run->precision == G4_BF16, E = (int)(layer->experts_down_proj.rows / D);
-    size_t size = layer->experts_gate_up_proj.type == G4_TYPE_F32 ? 4 : 2, down_size = layer->experts_down_proj.type == G4_TYPE_F32 ? 4 : 2;
+    const int apart = layer->experts_up_proj.data != NULL;
     memset(a->y, 0, sizeof(float) * (size_t)a->T * D);
     for (int e = 0; e < E; e++)
         for (int i = 0; i < a->T * a->K; i++) {
             if (a->index[i] != e) continue;
-            g4_tensor gate_up = layer->experts_gate_up_proj, down = layer->experts_down_proj;
-            gate_up.rows = 2 * (int64_t)Fe, down.rows = D;
-            gate_up.data = (const unsigned char *)gate_up.data + (size_t)e * 2 * Fe * D * size;
-            down.data = (const unsigned char *)down.data + (size_t)e * D * Fe * down_size;
+            const g4_tensor gate_up = expert_matrix(&layer->experts_gate_up_proj, e, apart ? Fe : 2 * Fe);
+            const g4_tensor up = expert_matrix(&layer->experts_up_proj, e, Fe), down = expert_matrix(&layer->experts_down_proj, e, D);
             float *y = a->y + (size_t)(i / a->K) * D, weight = a->weight[i];
             matmul(run, a->gate_up, &gate_up, a->x + (size_t)(i / a->K) * D, 1);
+            if (apart) matmul(run, a->gate_up + Fe, &up, a->x + (size_t)(i / a->K) * D, 1);
             gelu_mul(run, a->gate_up, a->gate_up + Fe, 1, Fe, 0);
             matmul(run, a->down, &down, a->gate_up, 1);
             for (int j = 0; j < D; j++) {
@@ -627,7 +634,7 @@ static TARGET void rope_row(float *x, const float *c, const float *s, int half, 
 
 /* ---- Products --------------------------------------------------------------------------------------------------------------- */
 
-/* w [n] = weights, widened exactly, and rounded where loading with dtype=bfloat16 does it. Without branches, so that compilers make vectors of it. */
+/* w [n] = weights, widened, and rounded where loading with dtype=bfloat16 does it. Without branches, so that compilers make vectors of it. */
 static TARGET void widen_row(float *w, const unsigned char *p, g4_dtype type, int round, int n) {
     if (type == G4_TYPE_BF16) {
         for (int i = 0; i < n; i++) w[i] = float_of((uint32_t)load16(p + 2 * i) << 16);
@@ -639,8 +646,10 @@ static TARGET void widen_row(float *w, const unsigned char *p, g4_dtype type, in
             uint32_t finite = bits_of(float_of(rest << 13) * 0x1p112f); /* 112 more in the exponent; a subnormal half is a subnormal float before that */
             w[i] = float_of(finite | (rest >= 0x7c00 ? 0x7f800000u : 0) | (h & 0x8000) << 16);
         }
-    } else {
+    } else if (type == G4_TYPE_F32) {
         for (int i = 0; i < n; i++) w[i] = float_of(load16(p + 4 * i) | (uint32_t)load16(p + 4 * i + 2) << 16);
+    } else {
+        g4_types[type].widen(w, p, n);
     }
     for (int i = 0; round && i < n; i++) w[i] = round_one(w[i]);
 }
@@ -787,7 +796,6 @@ static TARGET void product_rows(const product *m, int begin, int end) {
     enum { BLOCK = 1024 };
     float lanes[16 * TOKENS * 16], w[4 * BLOCK];
     const int groups = (m->T + TOKENS - 1) / TOKENS, kind = m->widen || m->type == G4_TYPE_F32 ? HOST_FLOATS : LITTLE_BF16;
-    const size_t size = m->type == G4_TYPE_F32 ? 4 : 2;
     const int block = groups > 1 || m->widen ? BLOCK : MAX(m->n, 1);
     for (int o = begin; o < end; o += 16) {
         const int rows = MIN(16, end - o);
@@ -799,7 +807,7 @@ static TARGET void product_rows(const product *m, int begin, int end) {
                 for (int r = 0, R; r < rows; r += R) {
                     R = N == 1 ? (m->n > 4096 && rows - r >= 4 ? 4 : 1) : rows - r >= ROWS ? ROWS : 1;
                     float *to = lanes + r * TOKENS * 16;
-                    const unsigned char *from = m->w + (size_t)(o + r) * m->w_stride + (size_t)i * size;
+                    const unsigned char *from = m->w + (size_t)(o + r) * m->w_stride + (size_t)(i / g4_types[m->type].block) * (size_t)g4_types[m->type].bytes;
                     size_t stride = m->w_stride;
                     if (m->widen) {
                         for (int j = 0; j < R; j++) widen_row(w + j * BLOCK, from + j * m->w_stride, m->type, m->round, n);

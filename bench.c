@@ -762,10 +762,9 @@ static int check_only(const bench_options *o, g4_error *err) {
 static void put_rate(const char *name, const rate *r) { printf("\"%s\": {\"best\": %.6g, \"median\": %.6g}", name, r->best, r->median); }
 
 static void put_heading(const stage *s) {
-    static const char *const types[G4_N_TYPES] = {"f32", "f16", "bf16"};
     const bench_options *o = s->o;
     const machine *m = &s->machine;
-    const char *weights = types[s->lanes[0].model->layers[0].q_proj.type], *precision = o->state.precision == G4_BF16 ? "bf16" : "f32";
+    const char *weights = g4_types[s->lanes[0].model->layers[0].q_proj.type].name, *precision = o->state.precision == G4_BF16 ? "bf16" : "f32";
     if (o->json) {
         printf("{\"model\": ");
         put_json_string(o->path, strlen(o->path));

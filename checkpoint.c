@@ -1643,7 +1643,6 @@ typedef struct binder {
 
 /* Name and shape as section "Tensors" of the model's description has them; d1, d2 0: fewer dimensions. */
 static void bind(binder *b, g4_tensor *t, const char *name, int64_t d0, int64_t d1, int64_t d2) {
-    static const char *const types[G4_N_TYPES] = {[G4_TYPE_F32] = "F32", [G4_TYPE_F16] = "F16", [G4_TYPE_BF16] = "BF16"};
     char full[256];
     int64_t expected[3] = {d0, d1, d2};
     int rank = d2 ? 3 : d1 ? 2 : 1, type = 0;
@@ -1661,8 +1660,8 @@ static void bind(binder *b, g4_tensor *t, const char *name, int64_t d0, int64_t 
                             show_shape(rank, expected).text, show_shape(st->rank, st->shape).text);
         return;
     }
-    while (type < G4_N_TYPES && strcmp(types[type], st->dtype)) type++;
-    if (type == G4_N_TYPES) {
+    while (type <= G4_TYPE_BF16 && strcmp(g4_types[type].name, st->dtype)) type++;
+    if (type > G4_TYPE_BF16) {
         b->failed =
             g4_fail(b->err, "%s: tensor %s: expected BF16, F16 or F32, found %s; convert the checkpoint", file_of(b->k, st), full, st->dtype);
         return;

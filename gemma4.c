@@ -171,39 +171,18 @@ static inline uint16_t load16(const unsigned char *p) {
     return *(const unsigned char *)&one ? v : (uint16_t)(v << 8 | v >> 8);
 }
 
-static inline uint32_t load32(const unsigned char *p) { return load16(p) | (uint32_t)load16(p + 2) << 16; }
-
 static inline float float_of_bits(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
 }
 
-/* Exact. A subnormal half is its 10 bits times 2^-24. */
-static float float_of_half(uint16_t h) {
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
-    if (rest < 0x0400) return float_of_bits(sign | 0x3f800000u) * ((float)rest * 0x1p-24f);
-    if (rest >= 0x7c00) return float_of_bits(sign | 0x7f800000u | (rest & 0x3ff) << 13);
-    return float_of_bits(sign | ((rest << 13) + (112u << 23)));
-}
-
-/* w [n] = elements first .. first + n - 1 of a row-major weight, widened exactly; in bf16 precision rounded, as loading with
+/* w [n] = elements first .. first + n - 1 of a row-major weight, whole blocks of its type; in bf16 precision rounded, as loading with
  * dtype=bfloat16 does. */
 static void widen(const g4_run *run, const g4_tensor *W, size_t first, int n, float *w) {
-    const unsigned char *p = W->data;
-    if (W->type == G4_TYPE_BF16) {
-        p += 2 * first;
-        for (int i = 0; i < n; i++) w[i] = float_of_bits((uint32_t)load16(p + 2 * i) << 16);
-        return;
-    }
-    if (W->type == G4_TYPE_F16) {
-        p += 2 * first;
-        for (int i = 0; i < n; i++) w[i] = float_of_half(load16(p + 2 * i));
-    } else {
-        p += 4 * first;
-        for (int i = 0; i < n; i++) w[i] = float_of_bits(load32(p + 4 * i));
-    }
-    if (run->precision == G4_BF16)
+    const g4_type *type = &g4_types[W->type];
+    type->widen(w, (const unsigned char *)W->data + first / (size_t)type->block * (size_t)type->bytes, n);
+    if (run->precision == G4_BF16 && W->type != G4_TYPE_BF16)
         for (int i = 0; i < n; i++) w[i] = g4_bf16_round(w[i]);
 }
 
@@ -244,7 +223,7 @@ static float dot_row(const g4_run *run, const g4_tensor *W, int64_t row, const f
         for (int j = 0; i + j < n; j++) lane[j] += float_of_bits((uint32_t)load16(p + 2 * (i + j)) << 16) * x[i + j];
         return add_lanes(lane);
     }
-    float w[512]; /* a multiple of 16, so that the lanes go on where they stopped */
+    float w[512]; /* a multiple of 16, so that the lanes go on where they stopped, and of every block */
     for (int i = 0; i < n; i += 512) {
         int m = MIN(512, n - i);
         widen(run, W, (size_t)row * n + i, m, w);
@@ -439,8 +418,7 @@ static void router(const g4_run *run, const g4_router_args *a) {
 /* Matrix e of a weight that holds one [rows][cols] matrix per expert. */
 static g4_tensor expert_matrix(const g4_tensor *W, int e, int64_t rows) {
     g4_tensor one = *W;
-    size_t size = W->type == G4_TYPE_F32 ? 4 : 2;
-    one.data = (const unsigned char *)W->data + (size_t)e * (size_t)rows * (size_t)W->cols * size;
+    one.data = (const unsigned char *)W->data + (size_t)e * (size_t)rows * g4_row_bytes(W);
     one.rows = rows;
     return one;
 }
@@ -453,9 +431,13 @@ static void experts(const g4_run *run, const g4_experts_args *a) {
         for (int k = 0; k < a->K; k++) { /* in ascending expert order */
             int e = a->index[t * a->K + k];
             float weight = a->weight[t * a->K + k];
-            g4_tensor gate_up = expert_matrix(&a->layer->experts_gate_up_proj, e, 2 * Fe);
-            g4_tensor down = expert_matrix(&a->layer->experts_down_proj, e, D);
+            const g4_layer *layer = a->layer;
+            int apart = layer->experts_up_proj.data != NULL;
+            g4_tensor gate_up = expert_matrix(&layer->experts_gate_up_proj, e, apart ? Fe : 2 * Fe);
+            g4_tensor up = expert_matrix(&layer->experts_up_proj, e, Fe);
+            g4_tensor down = expert_matrix(&layer->experts_down_proj, e, D);
             run->backend->matmul(run, a->gate_up, &gate_up, a->x + (size_t)t * D, 1);
+            if (apart) run->backend->matmul(run, a->gate_up + Fe, &up, a->x + (size_t)t * D, 1);
             run->backend->gelu_mul(run, a->gate_up, a->gate_up + Fe, 1, Fe, 0);
             run->backend->matmul(run, a->down, &down, a->gate_up, 1);
             for (int i = 0; i < D; i++) y[i] = rounded(run, y[i] + rounded(run, a->down[i] * weight));

@@ -223,7 +223,23 @@ G4_API int32_t g4_sample(const g4_sampling *how, float *logits, int V, const int
 
 /* ---- Part 2: for the project's own files, and for backends --------------------------------------------------------------- */
 
-typedef enum g4_dtype { G4_TYPE_F32, G4_TYPE_F16, G4_TYPE_BF16, G4_N_TYPES } g4_dtype;
+typedef enum g4_dtype {
+    G4_TYPE_F32, G4_TYPE_F16, G4_TYPE_BF16,
+    G4_TYPE_Q4_0, G4_TYPE_Q4_1, G4_TYPE_Q5_0, G4_TYPE_Q5_1, G4_TYPE_Q8_0,                   /* blocks of 32 */
+    G4_TYPE_Q2_K, G4_TYPE_Q3_K, G4_TYPE_Q4_K, G4_TYPE_Q5_K, G4_TYPE_Q6_K,                   /* of 256 */
+    G4_TYPE_IQ4_NL, G4_TYPE_IQ4_XS, G4_TYPE_MXFP4,                                          /* of 32, 256, 32 */
+    G4_N_TYPES
+} g4_dtype;
+
+/* quants.c: how the weights of a type lie in a file. A row is cols / block blocks, one after the other. */
+typedef struct g4_type {
+    const char *name;  /* as safetensors and ggml write it */
+    int ggml;          /* its number in a GGUF file */
+    int block, bytes;  /* elements of a block, and the bytes that they take */
+    /* w [n] = the elements of n / block blocks at p: exact, or by the block's formula in float32. n is a multiple of block; p need not be aligned. */
+    void (*widen)(float *w, const unsigned char *p, int n);
+} g4_type;
+extern const g4_type g4_types[G4_N_TYPES];
 
 /* A weight as it lies in the file: little-endian on every host, not necessarily aligned. A 3-D one is [E * out][in]. */
 typedef struct g4_tensor {
@@ -232,6 +248,7 @@ typedef struct g4_tensor {
     int64_t rows, cols; /* [out][in]; a vector is [1][n] */
     const char *name;   /* as in the file, prefix included; owned by the model */
 } g4_tensor;
+static inline size_t g4_row_bytes(const g4_tensor *W) { return (size_t)(W->cols / g4_types[W->type].block) * (size_t)g4_types[W->type].bytes; }
 
 typedef struct g4_layer {
     g4_tensor input_layernorm;            /* layers.N.input_layernorm.weight [D] */
@@ -249,6 +266,7 @@ typedef struct g4_layer {
     g4_tensor router_scale;               /* layers.N.router.scale [D] */
     g4_tensor per_expert_scale;           /* layers.N.router.per_expert_scale [E] */
     g4_tensor experts_gate_up_proj;       /* layers.N.experts.gate_up_proj [E][2*Fe][D]: rows 0..Fe-1 gate, Fe..2Fe-1 up */
+    g4_tensor experts_up_proj;            /* only where a GGUF file stores the halves apart: [E][Fe][D], and experts_gate_up_proj is the gate's [E][Fe][D] */
     g4_tensor experts_down_proj;          /* layers.N.experts.down_proj [E][D][Fe] */
     g4_tensor post_feedforward_layernorm_1, pre_feedforward_layernorm_2, post_feedforward_layernorm_2; /* layers.N.NAME.weight [D] */
     /* P > 0 */

@@ -1068,7 +1068,7 @@ typedef struct sizes {
     double streamed, streamed_bytes, row_bytes;    /* read for each token; rows of the two tables beside that */
 } sizes;
 
-double type_bytes(g4_dtype type) { return type == G4_TYPE_F32 ? 4 : 2; }
+double type_bytes(g4_dtype type) { return (double)g4_types[type].bytes / g4_types[type].block; }
 
 static double count(const g4_tensor *t) { return t->data ? (double)t->rows * (double)t->cols : 0; }
 

@@ -116,7 +116,7 @@ static void test_json(void) {
     static const char *const rates[] = {"read_bytes_per_second", "read_bytes_per_second_1_thread", "flops_per_second", "flops_per_second_1_thread"};
     for (int i = 0; i < 4; i++) check_rate(&j, rates[i]);
     CHECK(*text(&j, 0, "processor") && number(&j, 0, "threads") >= 1, "processor and threads");
-    CHECK(strstr(text(&j, 0, "model"), "austen") && !strcmp(text(&j, 0, "weights"), "bf16") && !strcmp(text(&j, 0, "precision"), "f32"), "file and dtype");
+    CHECK(strstr(text(&j, 0, "model"), "austen") && !strcmp(text(&j, 0, "weights"), "BF16") && !strcmp(text(&j, 0, "precision"), "f32"), "file and dtype");
     CHECK(number(&j, 0, "bytes_per_token") == info_bytes, "bytes per token: %g, info counts %g", number(&j, 0, "bytes_per_token"), info_bytes);
     const char *name, *why;
     int usable = 0;
