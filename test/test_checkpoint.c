@@ -317,13 +317,18 @@ static void safetensors(void) {
     refuses_st("{}", 1, "1 bytes follow");
 #undef ONE
 #undef TWO
-#if !defined(_WIN32) && defined(__linux__)
+#if defined(_WIN32)
+#define SEEK64(f, at) _fseeki64(f, at, SEEK_SET)
+#else
+#define SEEK64(f, at) fseeko(f, (off_t)(at), SEEK_SET)
+#endif
+#if defined(_WIN32) || defined(__linux__)
     /* More than 4 GiB, as a file with a hole: nothing may be counted in 32 bits. */
     static const char big[] = "{\"a\":{\"dtype\":\"U8\",\"shape\":[5000000000],\"data_offsets\":[0,5000000000]},\"z\":{\"dtype\":\"U8\","
                               "\"shape\":[3],\"data_offsets\":[5000000000,5000000003]}}";
     write_st("big.safetensors", big, 0);
     FILE *f = fopen(in_dir("big.safetensors"), "r+b");
-    int made = sizeof(size_t) == 8 && f && !fseeko(f, (off_t)(8 + sizeof big - 1 + 5000000000), SEEK_SET) && fwrite("end", 1, 3, f) == 3;
+    int made = sizeof(size_t) == 8 && f && !SEEK64(f, 8 + (int64_t)sizeof big - 1 + 5000000000) && fwrite("end", 1, 3, f) == 3;
     if (f) made = !fclose(f) && made;
     int failed = made && g4_safetensors_open(&st, in_dir("big.safetensors"), 0, &err);
     if (!made) {
