@@ -64,10 +64,8 @@ struct q4_0 {
 static void widen_q4_0(float *restrict w, const unsigned char *restrict p, int n) {
     for (const struct q4_0 *b = (const void *)p; n > 0; n -= 32, w += 32, b++) {
         float d = half(b->d);
-        for (int j = 0; j < 16; j++) {
-            w[j] = d * (float)((b->qs[j] & 15) - 8);
-            w[j + 16] = d * (float)((b->qs[j] >> 4) - 8);
-        }
+        for (int j = 0; j < 16; j++) w[j] = d * (float)((b->qs[j] & 15) - 8);
+        for (int j = 0; j < 16; j++) w[j + 16] = d * (float)((b->qs[j] >> 4) - 8);
     }
 }
 
@@ -80,10 +78,8 @@ struct q4_1 {
 static void widen_q4_1(float *restrict w, const unsigned char *restrict p, int n) {
     for (const struct q4_1 *b = (const void *)p; n > 0; n -= 32, w += 32, b++) {
         float d = half(b->d), m = half(b->m);
-        for (int j = 0; j < 16; j++) {
-            w[j] = d * (float)(b->qs[j] & 15) + m;
-            w[j + 16] = d * (float)(b->qs[j] >> 4) + m;
-        }
+        for (int j = 0; j < 16; j++) w[j] = d * (float)(b->qs[j] & 15) + m;
+        for (int j = 0; j < 16; j++) w[j + 16] = d * (float)(b->qs[j] >> 4) + m;
     }
 }
 
@@ -149,10 +145,8 @@ static const float iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1
 static void widen_iq4_nl(float *restrict w, const unsigned char *restrict p, int n) {
     for (const struct iq4_nl *b = (const void *)p; n > 0; n -= 32, w += 32, b++) {
         float d = half(b->d);
-        for (int j = 0; j < 16; j++) {
-            w[j] = d * iq4_values[b->qs[j] & 15];
-            w[j + 16] = d * iq4_values[b->qs[j] >> 4];
-        }
+        for (int j = 0; j < 16; j++) w[j] = d * iq4_values[b->qs[j] & 15];
+        for (int j = 0; j < 16; j++) w[j + 16] = d * iq4_values[b->qs[j] >> 4];
     }
 }
 
@@ -169,10 +163,8 @@ static void widen_mxfp4(float *restrict w, const unsigned char *restrict p, int 
         uint32_t e = b->e[0];
         /* 2^(e - 128), which is subnormal for e = 0 and 1. 255 is no NaN here, other than in the OCP format. */
         float d = float_of_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23);
-        for (int j = 0; j < 16; j++) {
-            w[j] = d * mxfp4_values[b->qs[j] & 15];
-            w[j + 16] = d * mxfp4_values[b->qs[j] >> 4];
-        }
+        for (int j = 0; j < 16; j++) w[j] = d * mxfp4_values[b->qs[j] & 15];
+        for (int j = 0; j < 16; j++) w[j + 16] = d * mxfp4_values[b->qs[j] >> 4];
     }
 }
 
@@ -328,10 +320,8 @@ static void widen_iq4_xs(float *restrict w, const unsigned char *restrict p, int
             const unsigned char *q = b->qs + j * 16;
             int low = b->scales_l[j / 2] >> j % 2 * 4 & 15, high = load16(b->scales_h) >> j * 2 & 3;
             float scale = d * (float)((low | high << 4) - 32);
-            for (int i = 0; i < 16; i++) {
-                w[i] = scale * iq4_values[q[i] & 15];
-                w[i + 16] = scale * iq4_values[q[i] >> 4];
-            }
+            for (int i = 0; i < 16; i++) w[i] = scale * iq4_values[q[i] & 15];
+            for (int i = 0; i < 16; i++) w[i + 16] = scale * iq4_values[q[i] >> 4];
         }
     }
 }
