@@ -37,5 +37,8 @@ count $? live
 build/venv/bin/python -W ignore test/bf16.py fixtures > "$log" 2>&1
 count $? bf16
 
+build/venv/bin/python test/quants.py ${CI:+--seed 3} > "$log" 2>&1
+count $? quants
+
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]
