@@ -274,13 +274,11 @@ typedef struct group {
     size_t q;           /* its place in q and o */
 } group;
 
-/* Group `number` of all; a K/V head's heads make several groups when one may have no more than `width`. */
-static group find_group(const g4_attention_args *a, int number, int width) {
-    int G = a->kv->G, heads = a->H / G, pieces = (heads + width - 1) / width;
-    int t = number / (G * pieces), g = number / pieces % G, head = number % pieces * width, pos = a->rows->pos[t];
-    group b = {.seq = a->rows->seq[t], .first = MAX(0, pos - a->kv->window + 1), .g = g, .heads = MIN(width, heads - head)};
+static group find_group(const g4_attention_args *a, int number) {
+    int G = a->kv->G, heads = a->H / G, t = number / G, g = number % G, pos = a->rows->pos[t];
+    group b = {.seq = a->rows->seq[t], .first = MAX(0, pos - a->kv->window + 1), .g = g, .heads = heads};
     b.n = pos - b.first + 1;
-    b.q = ((size_t)t * a->H + g * heads + head) * a->kv->dh;
+    b.q = ((size_t)t * a->H + (size_t)g * heads) * a->kv->dh;
     return b;
 }
 
@@ -319,19 +317,18 @@ static void sum_values(const kernels *k, const g4_attention_args *a, const group
 static void attention(const g4_run *run, const g4_attention_args *a) {
     enum { KEYS = 64 };
     const kernels *k = KERNELS;
-    const int threads = run->threads, heads = a->H / a->kv->G, dh = a->kv->dh, round = run->precision == G4_BF16;
+    const int threads = run->threads, groups = a->rows->T * a->kv->G, dh = a->kv->dh, round = run->precision == G4_BF16;
     int longest = 1;
     for (int t = 0; t < a->rows->T; t++) longest = MAX(longest, MIN(a->rows->pos[t] + 1, a->kv->window));
-    const size_t stride = (size_t)longest, room = (size_t)a->ctx; /* floats of a->scores for each thread: as many heads at once as fit */
+    const size_t stride = (size_t)longest;
     const int share = worth_sharing((size_t)a->rows->T * a->H * longest * dh);
 
-    if (a->rows->T * a->kv->G >= 2 * threads || !share) { /* each thread takes whole groups */
-        const int width = (int)MIN((size_t)heads, room / stride), groups = a->rows->T * a->kv->G * ((heads + width - 1) / width);
+    if (groups >= 2 * threads || !share) { /* each thread takes whole groups */
 #pragma omp parallel for schedule(static) num_threads(threads) if (share)
         for (int worker = 0; worker < threads; worker++)
             for (int i = worker; i < groups; i += threads) {
-                group b = find_group(a, i, width);
-                float *score = a->scores + (size_t)worker * room;
+                group b = find_group(a, i);
+                float *score = a->scores + (size_t)worker * a->score_rows * a->ctx;
                 find_scores(k, a, &b, score, stride, 0, b.n, round);
                 for (int h = 0; h < b.heads; h++) k->softmax(score + h * stride, b.n, round);
                 sum_values(k, a, &b, score, stride, 0, dh, round);
@@ -340,9 +337,8 @@ static void attention(const g4_run *run, const g4_attention_args *a) {
     }
 
     /* Few rows, as in decoding: all threads work on one group, first by keys, then by heads, then by columns. */
-    const int width = (int)MIN((size_t)heads, threads * room / stride), groups = a->rows->T * a->kv->G * ((heads + width - 1) / width);
     for (int i = 0; i < groups; i++) {
-        const group b = find_group(a, i, width);
+        const group b = find_group(a, i);
 #pragma omp parallel for schedule(static) num_threads(threads)
         for (int block = 0; block < (b.n + KEYS - 1) / KEYS; block++) find_scores(k, a, &b, a->scores, stride, block * KEYS, MIN(b.n, (block + 1) * KEYS), round);
 #pragma omp parallel for schedule(static) num_threads(threads)

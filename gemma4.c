@@ -320,7 +320,7 @@ static void attention(const g4_run *run, const g4_attention_args *a) {
     int H = a->H, dh = kv->dh, items = a->rows->T * H;
 #pragma omp parallel for schedule(static) num_threads(run->threads)
     for (int worker = 0; worker < run->threads; worker++) {
-        float *score = a->scores + (size_t)worker * a->ctx;
+        float *score = a->scores + (size_t)worker * a->score_rows * a->ctx;
         for (int item = worker; item < items; item += run->threads) {
             int t = item / H, g = item % H / (H / kv->G); /* H / G query heads share a K/V head */
             int seq = a->rows->seq[t], pos = a->rows->pos[t], first = MAX(0, pos - kv->window + 1), n = pos - first + 1;
@@ -478,6 +478,7 @@ struct g4_state {
     g4_run run;
     int logit_rows;           /* rows of the head computed at once */
     int half[2];              /* dh/2, by g4_layer_type; 0: no such layer */
+    int score_rows;           /* the largest H / G of any layer */
 
     /* in the backend's memory: one allocation, laid out by lay_out(). C is options.chunk. */
     void *memory;
@@ -490,7 +491,7 @@ struct g4_state {
     float *gate, *up;         /* [C][F] */
     float *p, *b;             /* [C][L][P] */
     float *cos[2], *sin[2];   /* [C][dh/2], by g4_layer_type */
-    float *scores;            /* [threads][ctx] */
+    float *scores;            /* [threads][score_rows][ctx] */
     int32_t *expert_index;    /* [C][K] */
     float *expert_weight;     /* [C][K] */
     float *router_logits;     /* [C][E] */
@@ -626,7 +627,8 @@ static int forward(g4_state *s, float *logits, g4_error *err) {
         op->rope(run, s->q, cos, sin, T, H, dh);
         trace(s, l, "q", s->q, T, H, dh);
         op->attention(run, &(g4_attention_args){
-            .o = s->o, .q = s->q, .kv = &s->kv[lc->kv_layer], .rows = rows, .H = H, .scores = s->scores, .ctx = s->options.ctx});
+            .o = s->o, .q = s->q, .kv = &s->kv[lc->kv_layer], .rows = rows, .H = H, .scores = s->scores, .score_rows = s->score_rows,
+            .ctx = s->options.ctx});
         trace(s, l, "attention", s->o, T, H * dh, 0);
         op->matmul(run, t, &w->o_proj, s->o, T);
         trace(s, l, "o_proj", t, T, D, 0);
@@ -822,6 +824,7 @@ static size_t lay_out(g4_state *s, char *base, size_t *kv_bytes) {
         const g4_layer_config *lc = &c->layers[l];
         q = MAX(q, H * lc->head_dim), kv = MAX(kv, (size_t)lc->num_key_value_heads * lc->head_dim), F = MAX(F, (size_t)lc->intermediate_size);
         s->half[lc->type] = lc->head_dim / 2;
+        s->score_rows = MAX(s->score_rows, c->num_attention_heads / lc->num_key_value_heads);
         if (lc->kv_layer != l) continue;
         /* a ring keeps what the first row of a chunk still sees while the last one is written */
         int window = lc->type == G4_SLIDING_ATTENTION ? c->sliding_window : o->ctx;
@@ -841,7 +844,7 @@ static size_t lay_out(g4_state *s, char *base, size_t *kv_bytes) {
     s->h = take(&at, C, D, 1), s->n = take(&at, C, D, 1), s->t = take(&at, C, D, 1);
     s->q = take(&at, C, q, 1), s->o = take(&at, C, q, 1), s->k = take(&at, C, kv, 1), s->v = take(&at, C, kv, 1);
     s->gate = take(&at, C, F, 1), s->up = take(&at, C, F, 1), s->p = take(&at, C, LP, 1), s->b = take(&at, C, LP, 1);
-    s->scores = take(&at, (size_t)o->threads, (size_t)o->ctx, 1);
+    s->scores = take(&at, (size_t)o->threads, (size_t)s->score_rows, (size_t)o->ctx);
     if (c->num_experts) {
         s->expert_index = take(&at, C, K, 1), s->expert_weight = take(&at, C, K, 1), s->router_logits = take(&at, C, (size_t)c->num_experts, 1);
         s->expert_gate_up = take(&at, 2, (size_t)c->moe_intermediate_size, 1), s->expert_down = take(&at, D, 1, 1), s->moe = take(&at, C, D, 1);

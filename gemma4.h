@@ -403,7 +403,8 @@ typedef struct g4_attention_args {
     const g4_kv *kv;
     const g4_rows *rows;
     int H;
-    float *scores;      /* scratch [threads][ctx] */
+    float *scores;      /* scratch [threads][score_rows][ctx] */
+    int score_rows;     /* the largest H / G of any layer: a backend may compute all heads of a K/V head at once */
     int ctx;
 } g4_attention_args;
 

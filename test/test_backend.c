@@ -209,7 +209,7 @@ static void check_attention(const char *name) {
     for (int round = 0; round < 150; round++) {
         int G = pick(1, 3), H = G * pick(1, 9), dh = 2 * pick(1, round % 5 ? 40 : 130), ctx = pick(1, 300), n_seqs = pick(1, 2), T = pick(1, 6);
         int window = pick(0, 1) ? pick(1, ctx) : ctx, R = MIN(ctx, window == ctx ? ctx : window - 1 + T), precision = pick(0, 1), threads = pick_threads();
-        int kind = round % 4 == 3 ? 3 : 0;
+        int kind = round % 4 == 3 ? 3 : 0, score_rows = H / G + pick(0, 1); /* another layer may have more heads for a K/V head */
         size_t cache = (size_t)n_seqs * G * R * dh, size = (size_t)T * H * dh;
         g4_kv kv = {.k = values(cache, kind), .v = values(cache, kind), .G = G, .dh = dh, .R = R, .window = window};
         int32_t seq[6], pos[6];
@@ -217,18 +217,18 @@ static void check_attention(const char *name) {
         int last = pick(T - 1, ctx - 1);
         for (int t = 0; t < T; t++) seq[t] = n_seqs > 1 ? pick(0, 1) : 0, pos[t] = last - (T - 1) + t;
         g4_rows rows = {.seq = seq, .pos = pos, .T = T};
-        float *q = values(size, kind), *o = values(size, 0), *expected = values(size, 0), *scores = values((size_t)threads * ctx + 8, 0);
+        float *q = values(size, kind), *o = values(size, 0), *expected = values(size, 0), *scores = values((size_t)threads * score_rows * ctx + 8, 0);
         float behind[8];
-        memcpy(behind, scores + (size_t)threads * ctx, sizeof behind);
+        memcpy(behind, scores + (size_t)threads * score_rows * ctx, sizeof behind);
         for (size_t i = 0; i < size && kind == 0; i++) q[i] *= 0.2f; /* else softmax sees one key only */
         g4_run a = run_of(fast, threads, precision), b = run_of(scalar, 1, precision);
-        g4_attention_args args = {.o = o, .q = q, .kv = &kv, .rows = &rows, .H = H, .scores = scores, .ctx = ctx};
+        g4_attention_args args = {.o = o, .q = q, .kv = &kv, .rows = &rows, .H = H, .scores = scores, .score_rows = score_rows, .ctx = ctx};
         fast->attention(&a, &args);
         args.o = expected;
         scalar->attention(&b, &args);
         CHECK_SAME(o, expected, (size_t)T * H * dh, "%s: attention T %d, H %d, G %d, dh %d, ctx %d, window %d, values %d, precision %d, threads %d", name, T, H, G, dh, ctx,
                    window, kind, precision, threads);
-        CHECK(!memcmp(behind, scores + (size_t)threads * ctx, sizeof behind), "%s: attention wrote behind the scores", name);
+        CHECK(!memcmp(behind, scores + (size_t)threads * score_rows * ctx, sizeof behind), "%s: attention wrote behind the scores", name);
         free(kv.k), free(kv.v), free(q), free(o), free(expected), free(scores);
     }
 }
