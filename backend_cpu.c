@@ -348,35 +348,54 @@ static void attention(const g4_run *run, const g4_attention_args *a) {
     }
 }
 
-/* Matrix e of a weight that holds one [rows][cols] matrix per expert. */
-static g4_tensor expert_matrix(const g4_tensor *W, int e, int rows) {
-    g4_tensor one = *W;
-    one.data = (const unsigned char *)W->data + (size_t)e * (size_t)rows * g4_row_bytes(W);
-    one.rows = rows;
-    return one;
+/* Rows first .. first + rows - 1 of matrix e of a weight that holds one [all][cols] matrix per expert. */
+static g4_tensor expert_rows(const g4_tensor *W, int e, int all, int first, int rows) {
+    g4_tensor some = *W;
+    some.data = (const unsigned char *)W->data + ((size_t)e * (size_t)all + (size_t)first) * g4_row_bytes(W);
+    some.rows = rows;
+    return some;
 }
 
-/* Expert by expert and not row by row: the weights of one stay in the cache for all rows that chose it. Each row still adds its experts in ascending order. */
+/* y += those rows that chose expert e: pair[i] is the place of the i-th in index and weight. */
+static void one_expert(const g4_run *run, const g4_experts_args *a, int e, const int *pair, int n) {
+    const g4_tensor *both = &a->layer->experts_gate_up_proj;
+    const int D = a->D, Fe = a->Fe, apart = a->layer->experts_up_proj.data != NULL, all = apart ? Fe : 2 * Fe;
+    const g4_tensor gate = expert_rows(both, e, all, 0, Fe), up = apart ? expert_rows(&a->layer->experts_up_proj, e, Fe, 0, Fe) : expert_rows(both, e, all, Fe, Fe);
+    const g4_tensor gate_up = expert_rows(both, e, all, 0, all), down = expert_rows(&a->layer->experts_down_proj, e, D, 0, D);
+    const float *x = a->x + (size_t)(pair[0] / a->K) * D;
+    for (int i = 0; n > 1 && i < n; i++) memcpy(a->down + (size_t)i * D, a->x + (size_t)(pair[i] / a->K) * D, sizeof(float) * (size_t)D);
+    if (n > 1) x = a->down; /* until the last product writes there */
+    float *to = a->gate_up + (size_t)n * Fe;
+    if (n == 1 && !apart) { /* both halves at once: of one row they lie one after the other */
+        matmul(run, a->gate_up, &gate_up, x, 1);
+    } else {
+        matmul(run, a->gate_up, &gate, x, n);
+        matmul(run, to, &up, x, n);
+    }
+    gelu_mul(run, a->gate_up, to, n, Fe, (size_t)Fe);
+    matmul(run, a->down, &down, a->gate_up, n);
+    for (int i = 0; i < n; i++) {
+        float *y = a->y + (size_t)(pair[i] / a->K) * D, weight = a->weight[pair[i]];
+        const float *from = a->down + (size_t)i * D;
+        if (run->precision == G4_BF16)
+            for (int j = 0; j < D; j++) y[j] = round_one(y[j] + round_one(from[j] * weight));
+        else
+            for (int j = 0; j < D; j++) y[j] += from[j] * weight;
+    }
+}
+
+/* Expert by expert and not row by row: the weights of one are read once for up to 16 rows that chose it. Each row still adds its experts in ascending order. */
 static void experts(const g4_run *run, const g4_experts_args *a) {
-    const g4_layer *layer = a->layer;
-    int D = a->D, Fe = a->Fe, bf16 = run->precision == G4_BF16, E = (int)(layer->experts_down_proj.rows / D);
-    const int apart = layer->experts_up_proj.data != NULL;
-    memset(a->y, 0, sizeof(float) * (size_t)a->T * D);
-    for (int e = 0; e < E; e++)
+    enum { MOST = 16 };
+    const int E = (int)(a->layer->experts_down_proj.rows / a->D), most = MIN(MOST, a->room);
+    memset(a->y, 0, sizeof(float) * (size_t)a->T * (size_t)a->D);
+    for (int e = 0; e < E; e++) {
+        int pair[MOST], n = 0;
         for (int i = 0; i < a->T * a->K; i++) {
-            if (a->index[i] != e) continue;
-            const g4_tensor gate_up = expert_matrix(&layer->experts_gate_up_proj, e, apart ? Fe : 2 * Fe);
-            const g4_tensor up = expert_matrix(&layer->experts_up_proj, e, Fe), down = expert_matrix(&layer->experts_down_proj, e, D);
-            float *y = a->y + (size_t)(i / a->K) * D, weight = a->weight[i];
-            matmul(run, a->gate_up, &gate_up, a->x + (size_t)(i / a->K) * D, 1);
-            if (apart) matmul(run, a->gate_up + Fe, &up, a->x + (size_t)(i / a->K) * D, 1);
-            gelu_mul(run, a->gate_up, a->gate_up + Fe, 1, Fe, 0);
-            matmul(run, a->down, &down, a->gate_up, 1);
-            for (int j = 0; j < D; j++) {
-                float add = a->down[j] * weight;
-                y[j] = bf16 ? round_one(y[j] + round_one(add)) : y[j] + add;
-            }
+            if (a->index[i] == e) pair[n++] = i;
+            if (n == most || (n && i == a->T * a->K - 1)) one_expert(run, a, e, pair, n), n = 0;
         }
+    }
 }
 
 /* A product and a sum in one rounding would give another result here: 2^-24 in each lane instead of 0. */

@@ -479,6 +479,7 @@ struct g4_state {
     int logit_rows;           /* rows of the head computed at once */
     int half[2];              /* dh/2, by g4_layer_type; 0: no such layer */
     int score_rows;           /* the largest H / G of any layer */
+    int expert_rows;          /* rows of one expert computed at once, at most */
 
     /* in the backend's memory: one allocation, laid out by lay_out(). C is options.chunk. */
     void *memory;
@@ -495,8 +496,8 @@ struct g4_state {
     int32_t *expert_index;    /* [C][K] */
     float *expert_weight;     /* [C][K] */
     float *router_logits;     /* [C][E] */
-    float *expert_gate_up;    /* [2*Fe] */
-    float *expert_down;       /* [D] */
+    float *expert_gate_up;    /* [expert_rows][2*Fe] */
+    float *expert_down;       /* [expert_rows][D] */
     float *moe;               /* [C][D] sum of the experts */
     float *logits;            /* [logit_rows][V]; device backends only */
 
@@ -654,7 +655,7 @@ static int forward(g4_state *s, float *logits, g4_error *err) {
             op->norm(run, n, h, &w->pre_feedforward_layernorm_2, T, D, eps);
             op->experts(run, &(g4_experts_args){
                 .y = s->moe, .x = n, .index = s->expert_index, .weight = s->expert_weight, .layer = w, .T = T, .D = D,
-                .K = c->top_k_experts, .Fe = c->moe_intermediate_size, .gate_up = s->expert_gate_up, .down = s->expert_down});
+                .K = c->top_k_experts, .Fe = c->moe_intermediate_size, .room = s->expert_rows, .gate_up = s->expert_gate_up, .down = s->expert_down});
             trace(s, l, "experts", s->moe, T, D, 0);
             op->norm(run, s->moe, s->moe, &w->post_feedforward_layernorm_2, T, D, eps);
             op->add(run, t, s->moe, (size_t)T * D);
@@ -847,7 +848,9 @@ static size_t lay_out(g4_state *s, char *base, size_t *kv_bytes) {
     s->scores = take(&at, (size_t)o->threads, (size_t)s->score_rows, (size_t)o->ctx);
     if (c->num_experts) {
         s->expert_index = take(&at, C, K, 1), s->expert_weight = take(&at, C, K, 1), s->router_logits = take(&at, C, (size_t)c->num_experts, 1);
-        s->expert_gate_up = take(&at, 2, (size_t)c->moe_intermediate_size, 1), s->expert_down = take(&at, D, 1, 1), s->moe = take(&at, C, D, 1);
+        s->expert_rows = MIN(o->chunk, 16);
+        s->expert_gate_up = take(&at, (size_t)s->expert_rows, 2, (size_t)c->moe_intermediate_size), s->expert_down = take(&at, (size_t)s->expert_rows, D, 1);
+        s->moe = take(&at, C, D, 1);
     }
     s->logit_rows = s->run.backend->host_memory ? o->chunk : MIN(o->chunk, 8);
     if (!s->run.backend->host_memory) s->logits = take(&at, (size_t)s->logit_rows, (size_t)c->vocab_size, 1);

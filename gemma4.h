@@ -426,8 +426,9 @@ typedef struct g4_experts_args {
     const float *weight;  /* [T][K] */
     const g4_layer *layer;
     int T, D, K, Fe;
-    float *gate_up;     /* scratch [2*Fe] */
-    float *down;        /* scratch [D] */
+    int room;           /* rows that the scratch holds: a backend may compute that many rows of one expert at once */
+    float *gate_up;     /* scratch [room][2*Fe] */
+    float *down;        /* scratch [room][D] */
 } g4_experts_args;
 
 typedef struct g4_ple_args {

@@ -235,23 +235,28 @@ static void check_attention(const char *name) {
 
 static void check_experts(const char *name) {
     for (int round = 0; round < 60; round++) {
-        int T = pick(1, 9), D = pick(1, 70), Fe = pick(1, 40), E = pick(1, 9), K = pick(1, E), precision = pick(0, 1), threads = pick_threads(), type = round % 3;
-        void *memory[2];
-        g4_layer layer = {.experts_gate_up_proj = weight((int64_t)E * 2 * Fe, D, (g4_dtype)type, 0, &memory[0]),
+        int T = pick(1, round % 3 ? 9 : 50), D = pick(1, 70), Fe = pick(1, 40), E = pick(1, 9), many = pick(1, 20), K = pick(1, E);
+        int precision = pick(0, 1), threads = pick_threads(), type = round % 3, apart = pick(0, 1);
+        void *memory[3] = {NULL};
+        g4_layer layer = {.experts_gate_up_proj = weight((int64_t)E * (apart ? 1 : 2) * Fe, D, (g4_dtype)type, 0, &memory[0]),
                           .experts_down_proj = weight((int64_t)E * D, Fe, (g4_dtype)type, 0, &memory[1])};
+        if (apart) layer.experts_up_proj = weight((int64_t)E * Fe, D, (g4_dtype)type, 0, &memory[2]);
         int32_t *index = room(sizeof *index * (size_t)T * K);
         for (int t = 0; t < T; t++) /* K of E, ascending */
             for (int e = 0, k = 0; k < K; e++)
                 if (pick(1, E - e) <= K - k) index[t * K + k++] = e;
         float *x = values((size_t)T * D, 0), *w = values((size_t)T * K, 0), *y = values((size_t)T * D, 0), *expected = values((size_t)T * D, 0);
-        float *gate_up = values(2 * (size_t)Fe, 0), *down = values((size_t)D, 0);
+        float *gate_up = values(2 * (size_t)Fe * many + 8, 0), *down = values((size_t)D * many + 8, 0), behind[2][8];
+        memcpy(behind[0], gate_up + 2 * (size_t)Fe * many, sizeof behind[0]), memcpy(behind[1], down + (size_t)D * many, sizeof behind[1]);
         g4_run a = run_of(fast, threads, precision), b = run_of(scalar, 1, precision);
-        g4_experts_args args = {.y = y, .x = x, .index = index, .weight = w, .layer = &layer, .T = T, .D = D, .K = K, .Fe = Fe, .gate_up = gate_up, .down = down};
+        g4_experts_args args = {.y = y, .x = x, .index = index, .weight = w, .layer = &layer, .T = T, .D = D, .K = K, .Fe = Fe, .room = many, .gate_up = gate_up, .down = down};
         fast->experts(&a, &args);
         args.y = expected;
         scalar->experts(&b, &args);
-        CHECK_SAME(y, expected, (size_t)T * D, "%s: experts T %d, D %d, Fe %d, E %d, K %d, precision %d, threads %d", name, T, D, Fe, E, K, precision, threads);
-        free(memory[0]), free(memory[1]), free(index), free(x), free(w), free(y), free(expected), free(gate_up), free(down);
+        CHECK_SAME(y, expected, (size_t)T * D, "%s: experts T %d, D %d, Fe %d, E %d, K %d, room %d, apart %d, precision %d, threads %d", name, T, D, Fe, E, K, many, apart, precision, threads);
+        CHECK(!memcmp(behind[0], gate_up + 2 * (size_t)Fe * many, sizeof behind[0]) && !memcmp(behind[1], down + (size_t)D * many, sizeof behind[1]),
+              "%s: experts wrote behind their scratch", name);
+        free(memory[0]), free(memory[1]), free(memory[2]), free(index), free(x), free(w), free(y), free(expected), free(gate_up), free(down);
     }
 }
 
