@@ -68,6 +68,10 @@ $(OUT)gemma4$(EXE): $(CLI:%=$(B)/%.o) $(OUT)libgemma4.a
 $(B)/test_%$(EXE): $(B)/test_%.o $(B)/tracefile.o $(OUT)libgemma4.a
 	$(CC) $(CFLAGS_ALL) $^ $(LIBS) $(LDFLAGS) -o $@
 
+# Built by test/fuzz.sh, with clang's flags.
+$(B)/fuzz: $(B)/fuzz.o $(patsubst %,$(B)/%.o,$(CORE) $(filter-out main,$(CLI)))
+	$(CC) $(CFLAGS_ALL) $^ $(LIBS) $(LDFLAGS) -o $@
+
 run: all
 	./gemma4 run -p "It is a truth universally acknowledged, that" -n 160 --seed 10
 
@@ -90,6 +94,10 @@ long: all
 	sh test/long.sh
 coverage:
 	sh test/coverage.sh
+# The parsers under libFuzzer, to FUZZ executions in all; goes on where it was stopped.
+FUZZ    = 100000000
+fuzz: all
+	sh test/fuzz.sh $(FUZZ)
 slow-test: all $(TESTS:%=$(B)/%$(EXE))
 	@SHARED='$(wildcard $(SHARED))' CC='$(CC)' PYTHON='$(PYTHON)' sh test/all.sh
 
@@ -105,4 +113,4 @@ install: all
 clean:
 	rm -rf $(B) $(OUT)gemma4$(EXE) $(OUT)libgemma4.a $(OUT)libgemma4$(SO)
 
-.PHONY: all run bench test test-all slow-test matrix mutate long coverage install clean FORCE
+.PHONY: all run bench test test-all slow-test matrix mutate long coverage fuzz install clean FORCE

@@ -57,13 +57,15 @@ static shown show(const char *s) { return show_n(s, strlen(s)); }
 G4_PRINTF(2, 3) static void warn(const g4_options *options, const char *format, ...);
 
 static void warn(const g4_options *options, const char *format, ...) {
-    char text[1024];
+    g4_error line;
     va_list args;
+    char text[sizeof line.text];
     if (!options || !options->warn) return;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    options->warn(options->user, text);
+    g4_fail(&line, "%s", text); /* which keeps it on one line */
+    options->warn(options->user, line.text);
 }
 
 /* Sorts a [n] by compare(context, a[i], a[j]). Heapsort: no recursion, and no input makes it slow. */
@@ -930,15 +932,12 @@ static int read_st_header(g4_safetensors *st, const g4_json *j, int64_t *range, 
     return 0;
 }
 
-int g4_safetensors_open(g4_safetensors *st, const char *path, int no_mmap, g4_error *err) {
+int g4_safetensors_parse(g4_safetensors *st, const unsigned char *data, size_t size, const char *path, g4_error *err) {
     *st = (g4_safetensors){0};
     g4_json j = {0};
     int64_t *range = NULL;
     uint32_t *order = NULL;
     uint64_t header = 0;
-    if (g4_file_open(&st->file, path, no_mmap, err)) return -1;
-    const unsigned char *data = st->file.data;
-    size_t size = st->file.size;
     for (size_t i = 0; i < 8 && i < size; i++) header |= (uint64_t)data[i] << 8 * i;
     if (size < 8) {
         g4_fail(err, "%s: %llu bytes; a safetensors file begins with 8 bytes that give the length of its header", path, (unsigned long long)size);
@@ -987,6 +986,16 @@ fail:
     free(order);
     g4_safetensors_close(st);
     return -1;
+}
+
+int g4_safetensors_open(g4_safetensors *st, const char *path, int no_mmap, g4_error *err) {
+    g4_file file;
+    *st = (g4_safetensors){0};
+    if (g4_file_open(&file, path, no_mmap, err)) return -1;
+    int failed = g4_safetensors_parse(st, file.data, file.size, path, err);
+    if (failed) g4_file_close(&file);
+    else st->file = file;
+    return failed;
 }
 
 void g4_safetensors_close(g4_safetensors *st) {
@@ -1373,8 +1382,6 @@ static int read_config(const section *root, g4_config *c, const g4_options *opti
     return nested && read_ids(root, "eos_token_id", c, options, 16, c->eos_token_id, &c->n_eos) ? -1 : 0;
 }
 
-/* Fills a config from the text of a config.json, with the defaults of generation_config.json. `what` names the text in messages. The caller
- * frees config->layers; on failure there are none. */
 int g4_config_parse(g4_config *config, const char *json, size_t n, const char *what, const g4_options *options, g4_error *err) {
     g4_json j;
     *config = (g4_config){0};

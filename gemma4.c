@@ -31,6 +31,8 @@ int g4_fail(g4_error *err, const char *format, ...) {
         va_start(args, format);
         vsnprintf(err->text, sizeof err->text, format, args);
         va_end(args);
+        for (char *c = err->text; *c; c++) /* one line, whatever a path or a name in a file holds */
+            if ((unsigned char)*c < 0x20 || *c == 0x7f) *c = '?';
     }
     return -1;
 }

@@ -303,6 +303,10 @@ void g4_checkpoint_close(g4_model *model); /* frees config.layers and layers too
 size_t g4_checkpoint_bytes(const g4_model *model);
 const char *g4_checkpoint_ignored(const g4_model *model, int i);
 
+/* Fills a config from the text of a config.json, with the defaults of generation_config.json. The caller frees config->layers; on failure there
+ * are none. */
+int g4_config_parse(g4_config *config, const char *json, size_t n, const char *what, const g4_options *options, g4_error *err);
+
 /* A file in memory, mapped where the system can, else read. data [size]; size 0 gives a non-NULL data. */
 typedef struct g4_file {
     const unsigned char *data;
@@ -328,6 +332,8 @@ typedef struct g4_safetensors {
     char *names;           /* storage of the names */
 } g4_safetensors;
 int g4_safetensors_open(g4_safetensors *st, const char *path, int no_mmap, g4_error *err);
+/* The same from data [size], which st then points into and does not own; `what` names it in messages. */
+int g4_safetensors_parse(g4_safetensors *st, const unsigned char *data, size_t size, const char *what, g4_error *err);
 void g4_safetensors_close(g4_safetensors *st);
 const g4_st_tensor *g4_safetensors_find(const g4_safetensors *st, const char *name);
 
@@ -356,6 +362,11 @@ uint32_t g4_json_get(const g4_json *j, uint32_t object, const char *key); /* the
 int g4_json_int(const g4_json *j, uint32_t node, int64_t *value);
 int g4_json_double(const g4_json *j, uint32_t node, double *value); /* correctly rounded, whatever the locale */
 static inline const char *g4_json_string(const g4_json *j, uint32_t node) { return j->text + j->nodes[node].first; }
+
+/* -- tokenizer.c -- */
+
+/* g4_tokenizer_open from the text of a tokenizer.json; `what` names it in messages. */
+g4_tokenizer *g4_tokenizer_parse(const char *json, size_t n, const char *what, g4_error *err);
 
 /* -- gemma4.c -- */
 

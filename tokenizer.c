@@ -646,22 +646,25 @@ static int open_file(g4_file *f, const char *path, char **name, g4_error *err) {
     return failed;
 }
 
-g4_tokenizer *g4_tokenizer_open(const char *path, g4_error *err) {
-    g4_file file;
-    g4_json json;
-    char *name = NULL;
-    if (open_file(&file, path, &name, err)) return NULL;
-    builder b = {.path = name, .err = err};
-    int failed = g4_json_parse(&json, (const char *)file.data, file.size, name, err);
-    g4_file_close(&file);
-    if (!failed) {
-        failed = read_json(&b, &json);
-        g4_json_free(&json);
-    }
-    free(name);
+g4_tokenizer *g4_tokenizer_parse(const char *json, size_t n, const char *what, g4_error *err) {
+    g4_json j;
+    builder b = {.path = what, .err = err};
+    if (g4_json_parse(&j, json, n, what, err)) return NULL;
+    int failed = read_json(&b, &j);
+    g4_json_free(&j);
     if (!failed) return b.tok;
     g4_tokenizer_close(b.tok);
     return NULL;
+}
+
+g4_tokenizer *g4_tokenizer_open(const char *path, g4_error *err) {
+    g4_file file;
+    char *name = NULL;
+    if (open_file(&file, path, &name, err)) return NULL;
+    g4_tokenizer *t = g4_tokenizer_parse((const char *)file.data, file.size, name, err);
+    g4_file_close(&file);
+    free(name);
+    return t;
 }
 
 /* ---- 4. Encoding ------------------------------------------------------------------------------------------------------ */

@@ -481,34 +481,29 @@ static void print_missing(const g4_st_tensor **list, int n, const g4_safetensors
     }
 }
 
-int trace_diff(const char *path_a, const char *path_b, double rtol, double atol, FILE *out, g4_error *err) {
-    g4_safetensors a, b;
-    if (g4_safetensors_open(&a, path_a, 0, err)) return -1;
-    if (g4_safetensors_open(&b, path_b, 0, err)) {
-        g4_safetensors_close(&a);
-        return -1;
-    }
-    const g4_st_tensor **list_a = sorted(&a, err), **list_b = list_a ? sorted(&b, err) : NULL;
+int trace_compare(const g4_safetensors *a, const char *name_a, const g4_safetensors *b, const char *name_b, double rtol, double atol, FILE *out,
+                  g4_error *err) {
+    const g4_st_tensor **list_a = sorted(a, err), **list_b = list_a ? sorted(b, err) : NULL;
     int result = list_b ? 0 : -1, common = 0, width = 6;
-    for (int i = 0; result == 0 && i < a.n; i++) {
-        if (!g4_safetensors_find(&b, list_a[i]->name)) continue;
+    for (int i = 0; result == 0 && i < a->n; i++) {
+        if (!g4_safetensors_find(b, list_a[i]->name)) continue;
         common++;
         if ((int)strlen(list_a[i]->name) > width) width = (int)strlen(list_a[i]->name);
     }
     if (width > 64) width = 64; /* longer names push their line to the right */
     if (result == 0 && !common)
-        result = g4_fail(err, "diff: %s (%d tensors) and %s (%d tensors) have no tensor in common", path_a, a.n, path_b, b.n);
+        result = g4_fail(err, "diff: %s (%d tensors) and %s (%d tensors) have no tensor in common", name_a, a->n, name_b, b->n);
     if (result == 0) fprintf(out, "%-*s  %10s  %10s  %10s  %12s  %12s\n", width, "tensor", "max abs", "rms", "NMSE", "cosine", "first index");
     const char *failed = NULL; /* the first one */
-    for (int i = 0; result == 0 && i < a.n; i++) {
-        const g4_st_tensor *t = g4_safetensors_find(&b, list_a[i]->name);
+    for (int i = 0; result == 0 && i < a->n; i++) {
+        const g4_st_tensor *t = g4_safetensors_find(b, list_a[i]->name);
         int ok = t ? diff_tensor(list_a[i], t, rtol, atol, width, out, err) : 1;
         if (ok < 0) result = -1;
         if (ok == 0 && !failed) failed = t->name;
     }
     if (result == 0) {
-        print_missing(list_a, a.n, &b, "A", out);
-        print_missing(list_b, b.n, &a, "B", out);
+        print_missing(list_a, a->n, b, "A", out);
+        print_missing(list_b, b->n, a, "B", out);
         if (failed) {
             fputs("first out of tolerance: ", out);
             print_name(out, failed, 0);
@@ -520,6 +515,17 @@ int trace_diff(const char *path_a, const char *path_b, double rtol, double atol,
     }
     free(list_a);
     free(list_b);
+    return result;
+}
+
+int trace_diff(const char *path_a, const char *path_b, double rtol, double atol, FILE *out, g4_error *err) {
+    g4_safetensors a, b;
+    if (g4_safetensors_open(&a, path_a, 0, err)) return -1;
+    if (g4_safetensors_open(&b, path_b, 0, err)) {
+        g4_safetensors_close(&a);
+        return -1;
+    }
+    int result = trace_compare(&a, path_a, &b, path_b, rtol, atol, out, err);
     g4_safetensors_close(&a);
     g4_safetensors_close(&b);
     return result;

@@ -27,5 +27,8 @@ void trace_discard(trace_file *f);                   /* frees f and leaves no fi
 /* The comparison as a table on out. A tensor passes when max abs <= atol + rtol * max(1, largest abs of b's); integers must be equal.
  * 0: all in tolerance, 1: not, -1: err is filled. */
 int trace_diff(const char *a, const char *b, double rtol, double atol, FILE *out, g4_error *err);
+/* The same of files that are open; the names are for messages. */
+int trace_compare(const g4_safetensors *a, const char *name_a, const g4_safetensors *b, const char *name_b, double rtol, double atol, FILE *out,
+                  g4_error *err);
 
 #endif

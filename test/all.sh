@@ -27,6 +27,9 @@ count $? sanitizers
 build/test_ulp ./gemma4 401 > "$log" 2>&1
 count $? ulp
 
+sh test/fuzz.sh short > "$log" 2>&1
+count $? fuzz
+
 if [ ! -x build/venv/bin/python ] || ! cmp -s reference/requirements.txt build/venv/requirements.txt; then
     "$PYTHON" -m venv build/venv && build/venv/bin/pip install --quiet -r reference/requirements.txt && cp reference/requirements.txt build/venv/
 fi

@@ -20,7 +20,6 @@
 #define make_directory(path) mkdir(path, 0777)
 #endif
 
-int g4_config_parse(g4_config *config, const char *json, size_t n, const char *what, const g4_options *options, g4_error *err);
 
 static char dir[600];         /* where the files go */
 static g4_error err;
@@ -107,6 +106,7 @@ static void files(void) {
         says(g4_file_open(&f, in_dir("none"), no_mmap, &err), "missing", "none: cannot open: ");
         CHECK(!f.data, "data after a failure");
         says(g4_file_open(&f, dir, no_mmap, &err), "directory", "is a directory; expected a file");
+        says(g4_file_open(&f, "no\nsuch\x1b\x7f", no_mmap, &err), "a name of two lines", "no?such??: cannot open: ");
     }
 #if !defined(_WIN32)
     says(g4_file_open(&f, in_dir("none"), 0, &err), "missing", strerror(ENOENT));
