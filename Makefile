@@ -38,7 +38,7 @@ CFLAGS_ALL = -std=gnu11 $(if $(findstring mingw,$(SYSTEM)),-D__USE_MINGW_ANSI_ST
 LIBS  = -lm
 comma = ,
 
-CORE  = gemma4 backend_cpu quants checkpoint tokenizer sampler
+CORE  = gemma4 backend_cpu quants checkpoint gguf tokenizer sampler
 CLI   = main bench tracefile
 TESTS = $(patsubst test/%.c,%,$(wildcard test/test_*.c))
 

@@ -1,4 +1,4 @@
-/* checkpoint.c - from files to a g4_model: config.json, generation_config.json and *.safetensors.
+/* checkpoint.c - from files to a g4_model: config.json, generation_config.json and *.safetensors, or through gguf.c a GGUF file.
  *
  * Nothing here computes: a weight stays where the system mapped it, and opening a model reads headers only. Every byte of every
  * file is taken for hostile; a parser here either gives exactly what the file says or one line that names the fault.
@@ -54,9 +54,7 @@ static shown show_n(const char *s, size_t n) {
 
 static shown show(const char *s) { return show_n(s, strlen(s)); }
 
-G4_PRINTF(2, 3) static void warn(const g4_options *options, const char *format, ...);
-
-static void warn(const g4_options *options, const char *format, ...) {
+void g4_warn(const g4_options *options, const char *format, ...) {
     g4_error line;
     va_list args;
     char text[sizeof line.text];
@@ -68,8 +66,7 @@ static void warn(const g4_options *options, const char *format, ...) {
     options->warn(options->user, line.text);
 }
 
-/* Sorts a [n] by compare(context, a[i], a[j]). Heapsort: no recursion, and no input makes it slow. */
-static void heap_sort(uint32_t *a, uint32_t n, int (*compare)(const void *context, uint32_t x, uint32_t y), const void *context) {
+void g4_sort(uint32_t *a, uint32_t n, int (*compare)(const void *context, uint32_t x, uint32_t y), const void *context) {
     for (uint32_t start = n / 2, end = n; end > 1;) {
         uint32_t x, hole = 0;
         if (start > 0) {
@@ -304,7 +301,7 @@ static int find_duplicate(const reader *r, uint32_t object, uint32_t *twin) {
     if (looks > allowed && !*twin) {
         uint32_t n = 0;
         for (uint32_t a = nodes[object].first; a; a = nodes[a].next) table[n++] = a;
-        heap_sort(table, n, compare_keys, r);
+        g4_sort(table, n, compare_keys, r);
         for (uint32_t i = 1; i < n; i++)
             if (same_key(r, table[i - 1], table[i])) *twin = table[i];
     }
@@ -909,7 +906,7 @@ static int read_st_header(g4_safetensors *st, const g4_json *j, int64_t *range, 
         order[n] = n;
         n++;
     }
-    heap_sort(order, n, compare_ranges, range);
+    g4_sort(order, n, compare_ranges, range);
     int64_t end = 0;
     for (uint32_t i = 0; i < n; i++) {
         const int64_t *r = range + 2 * (size_t)order[i];
@@ -972,7 +969,7 @@ int g4_safetensors_parse(g4_safetensors *st, const unsigned char *data, size_t s
         goto fail;
     }
     if (read_st_header(st, &j, range, order, data + 8 + header, (size_t)(size - 8 - header), path, err)) goto fail;
-    heap_sort(order, (uint32_t)n, compare_st_names, st->tensors);
+    g4_sort(order, (uint32_t)n, compare_st_names, st->tensors);
     memcpy(st_order(st), order, n * sizeof *order);
     st->names = j.text; /* the names lie in it */
     j.text = NULL;
@@ -1106,7 +1103,7 @@ static int read_ids(const section *s, const char *key, const g4_config *c, const
         int64_t id;
         if (g4_json_int(s->j, i, &id) || id < 0 || *n == room) return wrong(s, key, *n == room ? node : i, expected);
         if (id < c->vocab_size) ids[(*n)++] = (int32_t)id;
-        else warn(options, "%s: %s%s: token id %lld is left out: vocab_size is %d", s->file, s->prefix, key, (long long)id, c->vocab_size);
+        else g4_warn(options, "%s: %s%s: token id %lld is left out: vocab_size is %d", s->file, s->prefix, key, (long long)id, c->vocab_size);
     }
     return 0;
 }
@@ -1161,7 +1158,7 @@ static int read_layer_types(const section *s, g4_config *c, const g4_options *op
         }
     }
     if (c->layers[L - 1].type != G4_FULL_ATTENTION) {
-        warn(options, "%s: %slayer_types: the last layer is sliding_attention; it is forced to full_attention, as transformers does", s->file,
+        g4_warn(options, "%s: %slayer_types: the last layer is sliding_attention; it is forced to full_attention, as transformers does", s->file,
              s->prefix);
         c->layers[L - 1].type = G4_FULL_ATTENTION;
     }
@@ -1260,7 +1257,7 @@ static int read_rope(const section *s, g4_config *c, const g4_options *options) 
             return -1;
         if (rope->proportional) rope->factor = factor;
         else if (factor != 1 || rope->partial_rotary_factor != 1)
-            warn(options, "%s: %srope_type default: factor and partial_rotary_factor are not used, as in transformers", s->file, prefix);
+            g4_warn(options, "%s: %srope_type default: factor and partial_rotary_factor are not used, as in transformers", s->file, prefix);
     }
     return 0;
 }
@@ -1314,7 +1311,7 @@ static int read_text_config(const section *s, int unified, g4_config *c, const g
     if (read_bool(s, "attention_k_eq_v", &c->attention_k_eq_v) || read_bool(s, "use_double_wide_mlp", &c->use_double_wide_mlp)) return -1;
     if (read_bool(s, "enable_moe_block", &moe)) return -1;
     if (unified && (moe || c->hidden_size_per_layer_input)) { /* transformers takes no notice of the keys: the class lacks them */
-        warn(options,
+        g4_warn(options,
              "%s: %s: gemma4_unified has no experts and no per-layer inputs; enable_moe_block and hidden_size_per_layer_input are not used",
              s->file, moe ? "enable_moe_block" : "hidden_size_per_layer_input");
         c->hidden_size_per_layer_input = moe = 0;
@@ -1446,6 +1443,7 @@ struct g4_checkpoint {
     const char **ignored;         /* [n_ignored] names of those that are not READ */
     int n_ignored;
     size_t bytes;
+    g4_gguf *gguf;                /* NULL: the files above */
 };
 
 static int has_suffix(const char *s, const char *suffix) {
@@ -1489,7 +1487,7 @@ static int add_mapped_files(g4_checkpoint *k, const g4_json *j, uint32_t map, ui
                            show_value(j, i).text);
         entry[n++] = i;
     }
-    heap_sort(entry, n, compare_entries, j);
+    g4_sort(entry, n, compare_entries, j);
     for (uint32_t i = 0; i < n;) {
         const char *file = g4_json_string(j, entry[i]);
         if (add_file(k, directory, file, options, err)) return -1;
@@ -1609,7 +1607,7 @@ static int make_table(g4_checkpoint *k, const char *directory, g4_error *err) {
                 order[k->n] = k->n;
                 unsorted[k->n++] = &k->files[f].st.tensors[i];
             }
-        heap_sort(order, k->n, compare_pointers, unsorted);
+        g4_sort(order, k->n, compare_pointers, unsorted);
         for (uint32_t i = 0; i < k->n; i++) k->tensors[i] = unsorted[order[i]];
         for (uint32_t i = 1; i < k->n && !failed; i++)
             if (!strcmp(k->tensors[i - 1]->name, k->tensors[i]->name))
@@ -1754,7 +1752,7 @@ static void bind_lm_head(binder *b, g4_model *m, const g4_options *options) {
             b->k->use[find_tensor(b->k, m->lm_head.name)] = DEAD;
             m->lm_head = *embed;
         } else {
-            warn(options, "%s: tie_word_embeddings is true, but tensor %s is stored and differs from %s; the stored head is used", b->directory,
+            g4_warn(options, "%s: tie_word_embeddings is true, but tensor %s is stored and differs from %s; the stored head is used", b->directory,
                  show(m->lm_head.name).text, show(embed->name).text);
         }
     }
@@ -1811,10 +1809,10 @@ static int bind_model(g4_model *m, const char *directory, const g4_options *opti
         k->ignored[k->n_ignored++] = k->tensors[i]->name;
         if (k->use[i] == DEAD || is_other_modality(k->tensors[i]->name)) continue;
         if (unknown++ < NAMED)
-            warn(options, "%s: tensor %s %s is no part of the text model that config.json describes; it is not read", file_of(k, k->tensors[i]),
+            g4_warn(options, "%s: tensor %s %s is no part of the text model that config.json describes; it is not read", file_of(k, k->tensors[i]),
                  show(k->tensors[i]->name).text, show_shape(k->tensors[i]->rank, k->tensors[i]->shape).text);
     }
-    if (unknown > NAMED) warn(options, "%s: %d more tensors are not read", directory, unknown - NAMED);
+    if (unknown > NAMED) g4_warn(options, "%s: %d more tensors are not read", directory, unknown - NAMED);
     return 0;
 }
 
@@ -1839,7 +1837,7 @@ static int open_weights(g4_model *m, const char *directory, const g4_options *op
     if (!single || !index) {
         failed = g4_fail(err, "%s: out of memory", directory);
     } else if (os_kind(single) != PATH_MISSING) { /* it goes first, as in transformers */
-        if (os_kind(index) != PATH_MISSING) warn(options, "%s: is not read: model.safetensors is there too", index);
+        if (os_kind(index) != PATH_MISSING) g4_warn(options, "%s: is not read: model.safetensors is there too", index);
         failed = add_file(k, directory, "model.safetensors", options, err);
     } else if (os_kind(index) != PATH_MISSING) {
         failed = add_indexed_files(k, directory, index, options, err);
@@ -1851,15 +1849,30 @@ static int open_weights(g4_model *m, const char *directory, const g4_options *op
     return failed || make_table(k, directory, err) || bind_model(m, directory, options, err) ? -1 : 0;
 }
 
+/* By its first bytes: Ollama's files have no suffix. */
+static int begins_with_gguf(const char *path) {
+    os_file file;
+    uint64_t size;
+    unsigned char magic[4];
+    if (os_open(&file, path, &size, NULL)) return 0;
+    int yes = os_read(file, magic, 4) == 4 && !memcmp(magic, "GGUF", 4);
+    os_close(file);
+    return yes;
+}
+
 int g4_checkpoint_open(g4_model *m, const char *path, const g4_options *options, g4_error *err) {
     char text[256];
     int kind = os_kind(path);
     if (kind == PATH_MISSING) return g4_fail(err, "%s: cannot open: %s", path, os_error(text));
-    if (kind == PATH_FILE && (has_suffix(path, ".gguf") || has_suffix(path, ".GGUF")))
-        return g4_fail(err, "%s: GGUF is not supported by this version; expected a directory with config.json and model.safetensors", path);
-    if (kind == PATH_FILE) return g4_fail(err, "%s: is a file; expected a directory with config.json and model.safetensors", path);
-    m->checkpoint = calloc(1, sizeof *m->checkpoint);
-    if (!m->checkpoint) return g4_fail(err, "%s: out of memory", path);
+    int gguf = kind == PATH_FILE && (has_suffix(path, ".gguf") || has_suffix(path, ".GGUF") || begins_with_gguf(path));
+    if (kind == PATH_FILE && !gguf)
+        return g4_fail(err, "%s: is a file, and no GGUF file; expected one, or a directory with config.json and model.safetensors", path);
+    g4_checkpoint *k = m->checkpoint = calloc(1, sizeof *k);
+    if (!k) return g4_fail(err, "%s: out of memory", path);
+    if (gguf) {
+        k->gguf = g4_gguf_open(path, 0, options && options->no_mmap, err);
+        return k->gguf ? g4_gguf_bind(k->gguf, m, options, err) : -1;
+    }
     return open_config(m, path, options, err) || open_weights(m, path, options, err) ? -1 : 0;
 }
 
@@ -1874,6 +1887,7 @@ void g4_checkpoint_close(g4_model *m) {
         free(k->tensors);
         free(k->use);
         free(k->ignored);
+        g4_gguf_close(k->gguf);
         free(k);
     }
     free(m->config.layers);
@@ -1883,8 +1897,9 @@ void g4_checkpoint_close(g4_model *m) {
     m->layers = NULL;
 }
 
-size_t g4_checkpoint_bytes(const g4_model *m) { return m->checkpoint->bytes; }
+size_t g4_checkpoint_bytes(const g4_model *m) { return m->checkpoint->gguf ? g4_gguf_bytes(m->checkpoint->gguf) : m->checkpoint->bytes; }
 
 const char *g4_checkpoint_ignored(const g4_model *m, int i) {
+    if (m->checkpoint->gguf) return g4_gguf_ignored(m->checkpoint->gguf, i);
     return i >= 0 && i < m->checkpoint->n_ignored ? m->checkpoint->ignored[i] : NULL;
 }

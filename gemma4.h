@@ -94,7 +94,7 @@ typedef struct g4_options {
     void *user;
 } g4_options;
 
-/* Opens a directory in Hugging Face layout (config.json and *.safetensors). options may be NULL (all zero). */
+/* Opens a directory in Hugging Face layout (config.json and *.safetensors) or a GGUF file. options may be NULL (all zero). */
 G4_API g4_model *g4_open(const char *path, const g4_options *options, g4_error *err);
 G4_API void g4_close(g4_model *model); /* NULL is fine; close its states first */
 
@@ -302,6 +302,9 @@ void g4_checkpoint_close(g4_model *model); /* frees config.layers and layers too
 /* For `info`: bytes of all files, and the tensors of the file that are not read; i = 0, 1, ...; NULL after the last. */
 size_t g4_checkpoint_bytes(const g4_model *model);
 const char *g4_checkpoint_ignored(const g4_model *model, int i);
+/* Sorts a [n] by compare(context, a[i], a[j]). Heapsort: no recursion, and no input makes it slow. */
+void g4_sort(uint32_t *a, uint32_t n, int (*compare)(const void *context, uint32_t x, uint32_t y), const void *context);
+G4_PRINTF(2, 3) void g4_warn(const g4_options *options, const char *format, ...);
 
 /* Fills a config from the text of a config.json, with the defaults of generation_config.json. The caller frees config->layers; on failure there
  * are none. */
@@ -367,6 +370,33 @@ static inline const char *g4_json_string(const g4_json *j, uint32_t node) { retu
 
 /* g4_tokenizer_open from the text of a tokenizer.json; `what` names it in messages. */
 g4_tokenizer *g4_tokenizer_parse(const char *json, size_t n, const char *what, g4_error *err);
+
+/* -- gguf.c -- */
+
+/* A key of a GGUF file. Name and value lie in the file, little-endian, not aligned; g4_gguf_open has seen that they lie in it whole. */
+typedef struct g4_gguf_key {
+    const char *name;          /* [name_size], without a NUL */
+    size_t name_size;
+    int type, is_array;        /* GGUF's number for the type of the value, or of the array's elements */
+    uint64_t n;                /* elements; 1 unless it is an array */
+    const unsigned char *data;
+} g4_gguf_key;
+enum { G4_GGUF_STRING = 8 };   /* a type */
+typedef struct g4_gguf g4_gguf;
+
+/* Reads the header of a file and, of a split model's first part, those of the others. keys_only: nothing behind the keys is looked at, and no other part. */
+g4_gguf *g4_gguf_open(const char *path, int keys_only, int no_mmap, g4_error *err);
+void g4_gguf_close(g4_gguf *g);
+const g4_gguf_key *g4_gguf_find(const g4_gguf *g, const char *name); /* NULL: no such key */
+/* Element i of a key's value, of any integer type or bool, or of any number's: 0, or -1 if it is none. */
+int g4_gguf_int(const g4_gguf_key *k, uint64_t i, int64_t *x);
+int g4_gguf_double(const g4_gguf_key *k, uint64_t i, double *x);
+/* The string at *p, which begins at data and is moved on to the next one. */
+const char *g4_gguf_string(const unsigned char **p, size_t *n);
+/* Fills config and every weight of a zeroed model. The weights lie in the file: close it after the model. */
+int g4_gguf_bind(g4_gguf *g, g4_model *model, const g4_options *options, g4_error *err);
+size_t g4_gguf_bytes(const g4_gguf *g);
+const char *g4_gguf_ignored(const g4_gguf *g, int i);
 
 /* -- gemma4.c -- */
 

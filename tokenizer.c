@@ -5,7 +5,7 @@
  * anything else is refused by the name of the part that is not there.
  *
  * Reading order: g4_encode at the end of part 4 shows the steps; encode_long_stretch explains why a long text can be cut. Then, from the top:
- *     1. messages, UTF-8      2. the tables and how they are filled, whatever the file format      3. tokenizer.json
+ *     1. messages, UTF-8      2. the tables and how they are filled, whatever the file format      3. tokenizer.json, GGUF
  *     4. encoding             5. decoding
  */
 #include "gemma4.h"
@@ -530,19 +530,20 @@ static int check_components(const builder *b, const g4_json *j) {
     return 0;
 }
 
-/* "a b" or ["a", "b"], which may stand side by side. No piece holds a space, so the only space parts the two; an array can spell any text. */
+/* "a b": no piece holds a space, so the only one parts the two. `list` names the list of merges. */
+static int split_merge(const builder *b, const char *list, int32_t rank, const char *s, size_t n, merge_text *text) {
+    const char *space = memchr(s, ' ', n);
+    size_t n_left = space ? (size_t)(space - s) : 0, n_right = space ? n - n_left - 1 : 0;
+    if (!space || memchr(space + 1, ' ', n_right))
+        return g4_fail(b->err, "%s: %s[%d]: expected two pieces and one space between them, found %s", b->path, list, (int)rank, show(s, n).text);
+    *text = (merge_text){.left = s, .n_left = n_left, .right = space + 1, .n_right = n_right};
+    return 0;
+}
+
+/* "a b" or ["a", "b"], which may stand side by side. An array can spell any text. */
 static int read_merge(const builder *b, const g4_json *j, uint32_t node, int32_t rank, merge_text *text) {
     const g4_json_node *m = &j->nodes[node];
-    const char *s = j->text + m->first;
-    if (m->kind == G4_JSON_STRING) {
-        const char *space = memchr(s, ' ', m->size);
-        size_t n_left = space ? (size_t)(space - s) : 0, n_right = space ? m->size - n_left - 1 : 0;
-        if (!space || memchr(space + 1, ' ', n_right))
-            return g4_fail(b->err, "%s: model.merges[%d]: expected two pieces and one space between them, found %s", b->path, (int)rank,
-                show(s, m->size).text);
-        *text = (merge_text){.left = s, .n_left = n_left, .right = space + 1, .n_right = n_right};
-        return 0;
-    }
+    if (m->kind == G4_JSON_STRING) return split_merge(b, "model.merges", rank, j->text + m->first, m->size, text);
     const g4_json_node *left = m->kind == G4_JSON_ARRAY && m->size == 2 ? &j->nodes[m->first] : NULL;
     const g4_json_node *right = left ? &j->nodes[left->next] : NULL;
     if (!left || left->kind != G4_JSON_STRING || right->kind != G4_JSON_STRING)
@@ -623,10 +624,90 @@ static int read_json(builder *b, const g4_json *j) {
     return tables_done(b);
 }
 
+/* -- GGUF -- */
+
+/* The texts that are found in a text before anything else: Gemma 4's added tokens. The list is the format's, not the file's: which of them a file marks
+ * as control tokens depends on how it was converted. Others that it marks so, a fine-tuned model's own, are looked for too. */
+static const char *const special_texts[] = {
+    "<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", "<|\"|>",
+    "<|think|>", "<|channel>", "<channel|>", "<|turn>", "<turn|>", "<|image>", "<|audio>", "<|image|>", "<|audio|>", "<image|>", "<audio|>", "<|video|>"};
+enum { N_SPECIAL_TEXTS = sizeof special_texts / sizeof special_texts[0], TYPE_CONTROL = 3, TYPE_USER_DEFINED = 4 };
+
+static int is_special_text(const char *s, size_t n) {
+    if (n < 5 || s[0] != '<') return 0;
+    for (int i = 0; i < N_SPECIAL_TEXTS; i++)
+        if (n == strlen(special_texts[i]) && !memcmp(s, special_texts[i], n)) return 1;
+    return 0;
+}
+
+static int holds_text(const g4_gguf_key *k, const char *text) {
+    const unsigned char *p = k ? k->data : NULL;
+    size_t n;
+    if (!k || k->is_array || k->type != G4_GGUF_STRING) return 0;
+    const char *s = g4_gguf_string(&p, &n);
+    return n == strlen(text) && !memcmp(s, text, n);
+}
+
+/* An array of strings that must be there. */
+static const g4_gguf_key *string_array(const builder *b, const g4_gguf *g, const char *name, uint64_t most) {
+    const g4_gguf_key *k = g4_gguf_find(g, name);
+    if (k && k->is_array && k->type == G4_GGUF_STRING && k->n > 0 && k->n <= most) return k;
+    g4_fail(b->err, "%s: %s: expected an array of 1 to %lld strings, found %s", b->path, name, (long long)most,
+        !k ? "no such key" : !k->is_array || k->type != G4_GGUF_STRING ? "another value" : k->n ? "more" : "none");
+    return NULL;
+}
+
+static int read_gguf(builder *b, const g4_gguf *g) {
+    const g4_gguf_key *model = g4_gguf_find(g, "tokenizer.ggml.model"), *types = g4_gguf_find(g, "tokenizer.ggml.token_type");
+    /* Ollama calls it "llama" and puts Gemma 4's name under "pre". */
+    if (!holds_text(model, "gemma4") && !holds_text(g4_gguf_find(g, "tokenizer.ggml.pre"), "gemma4"))
+        return g4_fail(b->err, "%s: tokenizer.ggml.model: expected \"gemma4\"%s; only tokenizers of Gemma 4's kind are supported", b->path,
+            model ? ", found another" : ", found no such key");
+    const g4_gguf_key *tokens = string_array(b, g, "tokenizer.ggml.tokens", MAX_ID + 1), *merges = string_array(b, g, "tokenizer.ggml.merges", INT32_MAX / 2);
+    if (!tokens || !merges) return -1;
+    if (types && (!types->is_array || types->n != tokens->n))
+        return g4_fail(b->err, "%s: tokenizer.ggml.token_type: expected an array of %lld, one for each of tokenizer.ggml.tokens", b->path, (long long)tokens->n);
+
+    const int32_t n_ids = (int32_t)tokens->n;
+    const unsigned char *p = tokens->data;
+    size_t bytes = 0, n;
+    int n_added = 0, count;
+    merge_text batch[MERGE_BATCH];
+    for (int32_t id = 0; id < n_ids; id++) {
+        g4_gguf_string(&p, &n);
+        bytes += piece_bytes(n);
+    }
+    if (tables_open(b, n_ids, (size_t)n_ids, bytes, (size_t)merges->n, (size_t)n_ids)) return -1;
+    p = tokens->data;
+    for (int32_t id = 0; id < n_ids; id++) {
+        const char *s = g4_gguf_string(&p, &n);
+        if (add_piece(b, id, s, n)) return -1;
+    }
+    if (pieces_done(b)) return -1;
+    p = merges->data;
+    for (int32_t rank = 0; rank < (int32_t)merges->n; rank += count) {
+        for (count = 0; rank + count < (int32_t)merges->n && count < MERGE_BATCH; count++) {
+            const char *s = g4_gguf_string(&p, &n);
+            if (split_merge(b, "tokenizer.ggml.merges", rank + count, s, n, &batch[count])) return -1;
+        }
+        if (add_merges(b, rank, batch, count)) return -1;
+    }
+    p = tokens->data;
+    for (int32_t id = 0; id < n_ids; id++) {
+        const char *s = g4_gguf_string(&p, &n);
+        int64_t type = 0;
+        if (types && g4_gguf_int(types, (uint64_t)id, &type))
+            return g4_fail(b->err, "%s: tokenizer.ggml.token_type: expected integers", b->path);
+        int known = is_special_text(s, n);
+        if ((known || type == TYPE_CONTROL || type == TYPE_USER_DEFINED) && add_token(b, n_added++, id, s, n, known || type == TYPE_CONTROL, 0)) return -1;
+    }
+    return tables_done(b);
+}
+
 /* The path may be the file or a directory that holds it; which, only opening it tells. The first guess is the one whose failure is reported. */
 static int open_file(g4_file *f, const char *path, char **name, g4_error *err) {
     size_t n = strlen(path);
-    int is_json = n >= 5 && !strcmp(path + n - 5, ".json");
+    int is_json = n >= 5 && (!strcmp(path + n - 5, ".json") || !strcmp(path + n - 5, ".gguf"));
     char *inside = malloc(n + sizeof "/tokenizer.json"), *itself = malloc(n + 1);
     int failed = -1;
     if (!inside || !itself) {
@@ -661,8 +742,16 @@ g4_tokenizer *g4_tokenizer_open(const char *path, g4_error *err) {
     g4_file file;
     char *name = NULL;
     if (open_file(&file, path, &name, err)) return NULL;
-    g4_tokenizer *t = g4_tokenizer_parse((const char *)file.data, file.size, name, err);
+    int is_gguf = file.size >= 4 && !memcmp(file.data, "GGUF", 4);
+    g4_tokenizer *t = is_gguf ? NULL : g4_tokenizer_parse((const char *)file.data, file.size, name, err);
     g4_file_close(&file);
+    if (is_gguf) {
+        builder b = {.path = name, .err = err};
+        g4_gguf *g = g4_gguf_open(name, 1, 0, err);
+        if (g && !read_gguf(&b, g)) t = b.tok;
+        else g4_tokenizer_close(b.tok);
+        g4_gguf_close(g);
+    }
     free(name);
     return t;
 }

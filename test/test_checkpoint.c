@@ -1256,8 +1256,8 @@ static void directories(void) {
 
     static const struct {
         const char *path, *parts;
-    } paths[] = {{"model.gguf", "GGUF is not supported by this version"},
-                 {"a.safetensors", "is a file; expected a directory"},
+    } paths[] = {{"model.gguf", "model.gguf: ends inside the header"},
+                 {"a.safetensors", "is a file, and no GGUF file; expected one, or a directory"},
                  {"none", "none: cannot open: "}};
     for (int i = 0; i < 3; i++) {
         memset(&model, 0, sizeof model);
