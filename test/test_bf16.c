@@ -209,8 +209,8 @@ static void attend(const g4_run *run, float *y, const float *q, const float *k, 
     g4_rows rows = {.token = room(4 * (size_t)T), .seq = room(4 * (size_t)T), .pos = room(4 * (size_t)T), .T = T};
     for (int t = 0; t < T; t++) rows.pos[t] = t;
     g4_kv kv = cache(run, k, v, T, G, dh, window, &rows);
-    float *scores = room(sizeof *scores * (size_t)run->threads * T);
-    op->attention(run, &(g4_attention_args){.o = y, .q = q, .kv = &kv, .rows = &rows, .H = H, .scores = scores, .ctx = T});
+    float *scores = room(sizeof *scores * (size_t)run->threads * (H / G) * T);
+    op->attention(run, &(g4_attention_args){.o = y, .q = q, .kv = &kv, .rows = &rows, .H = H, .scores = scores, .score_rows = H / G, .ctx = T});
     free(rows.token), free(rows.seq), free(rows.pos), free(kv.k), free(kv.v), free(scores);
 }
 

@@ -104,7 +104,7 @@ static void check_operations(void) {
         g4_kv kv = {.k = cache_k, .v = cache_v, .G = 1, .dh = 2, .R = T, .window = W};
         g4_rows rows = {.seq = seq, .pos = p, .T = T};
         op->kv_store(&run, &kv, k, v, &rows);
-        op->attention(&run, &(g4_attention_args){.o = o, .q = q, .kv = &kv, .rows = &rows, .H = 1, .scores = scores, .ctx = T});
+        op->attention(&run, &(g4_attention_args){.o = o, .q = q, .kv = &kv, .rows = &rows, .H = 1, .scores = scores, .score_rows = 1, .ctx = T});
         for (int i = 0; i < T; i++) {
             int first = i - W + 1 < 0 ? 0 : i - W + 1;
             CHECK(fabsf(o[2 * i] - (float)(first + i) / 2) < 1e-5f, "window %d, query %d: mean %g, expected keys %d..%d", W, i, o[2 * i], first, i);
@@ -554,7 +554,7 @@ static void check_extremes(void) {
         int32_t seq[2] = {0, 0}, pos[2] = {0, 1};
         g4_kv kv = {.k = cache, .v = cache + 4, .G = 1, .dh = 2, .R = 2, .window = 2};
         g4_backend_scalar.kv_store(&oracle, &kv, k, v, &(g4_rows){.seq = seq, .pos = pos, .T = 2});
-        g4_backend_scalar.attention(&oracle, &(g4_attention_args){.o = o, .q = q, .kv = &kv, .rows = &(g4_rows){.seq = seq, .pos = pos + 1, .T = 1}, .H = 1, .scores = scores, .ctx = 2});
+        g4_backend_scalar.attention(&oracle, &(g4_attention_args){.o = o, .q = q, .kv = &kv, .rows = &(g4_rows){.seq = seq, .pos = pos + 1, .T = 1}, .H = 1, .scores = scores, .score_rows = 1, .ctx = 2});
         double share = 1 / (1 + exp(-(double)sign));
         CHECK(fabs(o[0] - share) < 1e-3 && fabsf(o[1] - 5) < 1e-5f, "attention over scores of %d: %g, expected %g", 1000 * sign, (double)o[0], share);
     }
@@ -599,7 +599,7 @@ static void check_large_offsets(void) {
         g4_rows row = {.seq = &seq, .pos = &pos, .T = 1};
         g4_backend_scalar.kv_store(&oracle, &kv, y, y, &row);
         CHECK(kv.k[((size_t)2 * R + 3) * N + 9] == 9 && kv.v[((size_t)3 * R + 3) * N + 9] == N + 9, "the second sequence of a large cache is stored elsewhere");
-        g4_backend_scalar.attention(&oracle, &(g4_attention_args){.o = o, .q = y, .kv = &kv, .rows = &row, .H = 2, .scores = &score, .ctx = 1});
+        g4_backend_scalar.attention(&oracle, &(g4_attention_args){.o = o, .q = y, .kv = &kv, .rows = &row, .H = 2, .scores = &score, .score_rows = 1, .ctx = 1});
         CHECK(!memcmp(o, y, sizeof o), "the second sequence of a large cache is read elsewhere");
 
         put_bf16(gate_up + (size_t)2 * 2 * Fe * N * LAST, 1);           /* gate row 0 is 1 0 0 ... */

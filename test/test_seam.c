@@ -75,7 +75,7 @@ static void r_attention(const g4_run *run, const g4_attention_args *a) {
     g4_run r = scalar_run(run);
     g4_kv cache = here_kv(a->kv);
     g4_rows meta = here_rows(a->rows);
-    g4_attention_args b = {.o = HERE(a->o), .q = HERE(a->q), .kv = &cache, .rows = &meta, .H = a->H, .scores = HERE(a->scores), .ctx = a->ctx};
+    g4_attention_args b = {.o = HERE(a->o), .q = HERE(a->q), .kv = &cache, .rows = &meta, .H = a->H, .scores = HERE(a->scores), .score_rows = a->score_rows, .ctx = a->ctx};
     g4_backend_scalar.attention(&r, &b);
 }
 static void r_gelu_mul(const g4_run *run, float *gate, const float *up, int T, int n, size_t stride) {
@@ -108,7 +108,8 @@ static void r_router(const g4_run *run, const g4_router_args *a) {
 }
 static void r_experts(const g4_run *run, const g4_experts_args *a) {
     g4_run r = scalar_run(run);
-    g4_layer layer = {.experts_gate_up_proj = here_tensor(&a->layer->experts_gate_up_proj), .experts_down_proj = here_tensor(&a->layer->experts_down_proj)};
+    g4_layer layer = {.experts_gate_up_proj = here_tensor(&a->layer->experts_gate_up_proj), .experts_up_proj = here_tensor(&a->layer->experts_up_proj),
+                      .experts_down_proj = here_tensor(&a->layer->experts_down_proj)};
     g4_experts_args b = *a;
     b.y = HERE(a->y), b.x = HERE(a->x), b.index = HERE(a->index), b.weight = HERE(a->weight), b.layer = &layer;
     b.gate_up = HERE(a->gate_up), b.down = HERE(a->down);
