@@ -445,7 +445,7 @@ static const struct target {
     {"safetensors", fuzz_safetensors, 1024},
     {"diff", fuzz_diff, 2048},
     {"tokenizer", fuzz_tokenizer, 3072},
-    {"encode", fuzz_encode, 256},
+    {"encode", fuzz_encode, 512},
     {"decode", fuzz_decode, 256},
     {"ids", fuzz_ids, 128},
 };

@@ -1,7 +1,8 @@
 #!/bin/sh
-# fuzz.sh [EXECUTIONS | short] [TARGET...] - the parsers under libFuzzer (test/fuzz.c) until all targets together have had that many executions:
-# `make fuzz`. It goes on where it was stopped; build/fuzz/TARGET holds the corpus, the count and the inputs that failed. `short`: 3 seconds
-# each. A crash, a failed check, a sanitizer's report, a leak, 20 seconds or 256 MB for one input: each is a failure, and ends its target.
+# fuzz.sh [EXECUTIONS | short] [TARGET...] - the parsers under libFuzzer (test/fuzz.c), in turns of a minute, until all targets together have had
+# that many executions: `make fuzz`. It goes on where it was stopped; build/fuzz/TARGET holds the corpus, the count and the inputs that failed.
+# `short`: one turn of 3 seconds each. A crash, a failed check, a sanitizer's report, a leak, 20 seconds or 256 MB for one input: each is a
+# failure, and ends its target.
 set -u
 B=build/fuzz
 G=${GEMMA4:-./gemma4}
@@ -63,14 +64,25 @@ seed() {
 # What the parsers compare with.
 LC_ALL=C grep -oh '"[][A-Za-z0-9_.<>|]\{2,40\}"' checkpoint.c tokenizer.c tracefile.c | sort -u > $B/dictionary
 
-# run TARGET LONGEST OPTION: counts what it executed; the status is libFuzzer's
+limits='-timeout=20 -rss_limit_mb=1024 -malloc_limit_mb=256'
+
+# run TARGET LONGEST SECONDS: one turn; counts what it executed
 run() {
-    "$B/fuzz" --target="$1" "$3" -max_len="$2" -dict=$B/dictionary -artifact_prefix="$B/$1/failed-" -timeout=20 -rss_limit_mb=1024 -malloc_limit_mb=256 \
-        -print_final_stats=1 -verbosity=0 "$B/$1/corpus" > "$B/$1/log" 2>&1
+    "$B/fuzz" --target="$1" -max_total_time="$3" -max_len="$2" -dict=$B/dictionary -artifact_prefix="$B/$1/failed-" $limits -print_final_stats=1 \
+        -verbosity=0 "$B/$1/corpus" > "$B/$1/log" 2>&1
     status=$?
+    # killed from outside, it leaves no input behind
+    [ $status -eq 0 ] || [ -n "$stopped" ] || [ "$(failures "$1")" -gt 0 ] || echo "status $status" > "$B/$1/failed-died"
     n=$(sed -n 's/^stat::number_of_executed_units: *//p' "$B/$1/log")
     echo $(($(cat "$B/$1/executions" 2> /dev/null || echo 0) + ${n:-0})) > "$B/$1/executions"
-    return $status
+}
+
+# What failed once and does not any more goes into the corpus.
+retry() {
+    rm -f "$B/$1/failed-died"
+    for input in "$B/$1"/failed-[!s]*; do
+        [ -e "$input" ] && "$B/fuzz" --target="$1" $limits "$input" > "$B/$1/log" 2>&1 && mv "$input" "$B/$1/corpus/"
+    done
 }
 
 executed() { cat "$B/$1/executions" 2> /dev/null || echo 0; }
@@ -78,29 +90,29 @@ failures() { ls "$B/$1/" | grep -c '^failed-[^s]'; } # failed-slow-unit: libFuzz
 
 "$B/fuzz" --list > $B/list
 [ $# -gt 0 ] && for name; do grep "^$name " $B/list; done > $B/chosen && mv $B/chosen $B/list
-share=0
-[ "$total" = short ] || share=$((total / $(wc -l < $B/list)))
+seconds=60
+[ "$total" = short ] && seconds=3 total=0
+while read -r name longest; do
+    seed "$name"
+    retry "$name"
+done < $B/list
+stopped=
 trap 'trap - INT TERM; stopped=1' INT TERM
-stopped= busy=1
-while [ $busy -eq 1 ] && [ -z "$stopped" ]; do
-    busy=0
+while :; do
+    all=0 alive=0
     while read -r name longest; do
-        seed "$name"
-        [ "$(failures "$name")" -eq 0 ] && [ -z "$stopped" ] || continue
-        if [ "$total" = short ]; then
-            run "$name" "$longest" -max_total_time=3
-            continue
+        if [ "$(failures "$name")" -eq 0 ] && [ -z "$stopped" ]; then
+            alive=1
+            run "$name" "$longest" $seconds
         fi
-        left=$((share - $(executed "$name")))
-        [ $left -gt 0 ] || continue
-        [ $left -gt 1000000 ] && left=1000000 busy=1
-        run "$name" "$longest" -runs=$left
+        all=$((all + $(executed "$name")))
     done < $B/list
+    [ $all -lt "$total" ] && [ $alive -eq 1 ] && [ -z "$stopped" ] || break
 done
 
 while read -r name longest; do
     n=$(executed "$name") bad=$(failures "$name")
-    printf '%-12s %10d executions, %5d inputs in the corpus, %d failed\n' "$name" "$n" "$(ls "$B/$name/corpus" | wc -l)" "$bad"
+    printf '%-12s %11d executions, %5d inputs in the corpus, %d failed\n' "$name" "$n" "$(ls "$B/$name/corpus" | wc -l)" "$bad"
     if [ "$bad" -gt 0 ] || [ "$n" -eq 0 ]; then
         failed=$((failed + 1))
         grep -E -m 3 'ERROR|runtime error|not so' "$B/$name/log" || tail -n 20 "$B/$name/log"
@@ -109,5 +121,6 @@ while read -r name longest; do
         passed=$((passed + 1))
     fi
 done < $B/list
+echo "$all executions in all"
 echo "fuzz: $passed passed, $failed failed, $skipped skipped"
 [ $failed -eq 0 ] && [ $passed -gt 0 ]
