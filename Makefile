@@ -8,6 +8,8 @@ OPT     = -O3
 ARCH    = $(if $(filter yes,$(call try,-march=native)),-march=native)
 # 1 or 0: threads. By default what the compiler can link (Apple's clang cannot).
 OPENMP  = $(if $(filter yes,$(call try,-fopenmp)),1,0)
+# 1: with backend_blis.c. Its library, any with cblas_sgemm, is looked for; make BLIS=1 BLAS='-I... -l...' names one.
+BLIS    = 0
 # 1: address and undefined-behaviour sanitizers
 SAN     = 0
 # not with sanitizers, whose code makes the compiler guess at sizes
@@ -35,10 +37,25 @@ OUT      =
 CFLAGS_ALL = -std=gnu11 $(if $(findstring mingw,$(SYSTEM)),-D__USE_MINGW_ANSI_STDIO=1) $(if $(filter 1,$(SAN)),-O1 -g -fsanitize=address$(comma)undefined -fno-sanitize-recover=all,$(OPT)) $(ARCH) \
     -ffp-contract=off $(if $(findstring mingw,$(SYSTEM)),,-fPIC) -fvisibility=hidden $(if $(filter 1,$(OPENMP)),-fopenmp,-Wno-unknown-pragmas) \
     -Wall -Wextra -Wshadow -Wstrict-prototypes $(WERROR) -I. $(CFLAGS)
-LIBS  = -lm
+LIBS  = -lm $(BLAS)
 comma = ,
 
 CORE  = gemma4 backend_cpu quants checkpoint gguf tokenizer sampler
+
+# What links, with pkg-config's flags or by its name; then whether it can be told about threads.
+ifeq ($(BLIS),1)
+sgemm   = cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasTrans, 1, 1, 1, 1, 0, 1, 0, 1, 0, 0, 1)
+links   = echo 'void bli_thread_set_num_threads(long); void openblas_set_num_threads(int); int main(void) { $(1); return 0; }' | $(CC) -include cblas.h -x c - -x none $(2) -o /dev/null 2>/dev/null
+BLAS   := $(shell for name in blis cblas openblas; do for flags in "$$(pkg-config --cflags --libs $$name 2>/dev/null)" "-l$$name"; do \
+    test -n "$$flags" && $(call links,$(sgemm),$$flags) && echo "$$flags" && exit; done; done)
+ifneq ($(shell $(call links,$(sgemm),$(BLAS)) && echo yes),yes)
+$(error BLIS=1: $(if $(BLAS),BLAS='$(BLAS)' does not link cblas_sgemm,none of blis$(comma) cblas and openblas links cblas_sgemm) with its cblas.h: install Debian's libblis-dev or another BLAS, or name one: make BLIS=1 BLAS='-I... -l...')
+endif
+CORE   += backend_blis
+ABOUT_THREADS := $(if $(filter yes,$(shell $(call links,bli_thread_set_num_threads(1),$(BLAS)) && echo yes)),-DG4_BLAS_BLIS) \
+    $(if $(filter yes,$(shell $(call links,openblas_set_num_threads(1),$(BLAS)) && echo yes)),-DG4_BLAS_OPENBLAS)
+CFLAGS_ALL += -DG4_BLIS $(ABOUT_THREADS) $(filter -I% -D%,$(BLAS))
+endif
 CLI   = main bench tracefile
 TESTS = $(patsubst test/%.c,%,$(wildcard test/test_*.c))
 
@@ -108,7 +125,7 @@ install: all
 	cp gemma4.h $(DESTDIR)$(PREFIX)/include/
 	cp -r models/austen $(DESTDIR)$(PREFIX)/share/gemma4/
 	printf 'prefix=%s\nlibdir=$${prefix}/lib\nincludedir=$${prefix}/include\n\nName: gemma4\nDescription: Gemma 4 text models in plain C\nVersion: %s\nLibs: -L$${libdir} -lgemma4\nLibs.private: -lm%s\nCflags: -I$${includedir}\n' \
-	    '$(PREFIX)' '$(VERSION)' '$(if $(filter 1,$(OPENMP)), -fopenmp)' > $(DESTDIR)$(PREFIX)/lib/pkgconfig/gemma4.pc
+	    '$(PREFIX)' '$(VERSION)' '$(if $(filter 1,$(OPENMP)), -fopenmp)$(if $(BLAS), $(BLAS))' > $(DESTDIR)$(PREFIX)/lib/pkgconfig/gemma4.pc
 
 clean:
 	rm -rf $(B) $(OUT)gemma4$(EXE) $(OUT)libgemma4.a $(OUT)libgemma4$(SO)

@@ -933,6 +933,9 @@ const g4_state_options *g4_state_get_options(const g4_state *s) { return &s->opt
 /* Every backend compiled in; the first that can run here is the default. */
 static const g4_backend *const registry[] = {
     &g4_backend_cpu, &g4_backend_scalar,
+#ifdef G4_BLIS
+    &g4_backend_blis,
+#endif
 };
 
 const char *g4_backend_name(int i, const char **why) {
@@ -959,12 +962,7 @@ static const g4_backend *find_backend(const char *name, g4_error *err) {
     return NULL;
 }
 
-/* The backend's table with the entries that it inherits filled in. */
-static g4_backend *complete(const g4_backend *b) {
-    g4_backend *all = malloc(sizeof *all);
-    if (!all) return NULL;
-    *all = *b;
-    const g4_backend *base = &g4_backend_scalar;
+static void inherit(g4_backend *all, const g4_backend *base) {
     if (!all->alloc) all->alloc = base->alloc, all->release = base->release, all->upload = base->upload, all->download = base->download;
     if (!all->embed) all->embed = base->embed;
     if (!all->matmul) all->matmul = base->matmul;
@@ -981,6 +979,15 @@ static g4_backend *complete(const g4_backend *b) {
     if (!all->experts) all->experts = base->experts;
     if (!all->gather_rows) all->gather_rows = base->gather_rows;
     if (!all->softcap) all->softcap = base->softcap;
+}
+
+/* The backend's table with the entries that it inherits filled in. */
+static g4_backend *complete(const g4_backend *b) {
+    g4_backend *all = malloc(sizeof *all);
+    if (!all) return NULL;
+    *all = *b;
+    if (b->base) inherit(all, b->base);
+    inherit(all, &g4_backend_scalar);
     return all;
 }
 

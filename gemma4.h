@@ -480,12 +480,13 @@ typedef struct g4_ple_args {
     float eps;
 } g4_ple_args;
 
-/* A backend: the operations that forward() lists. An entry left NULL is the scalar one. All pointers to data are addresses in the
+/* A backend: the operations that forward() lists. An entry left NULL is the base's, then the scalar one. All pointers to data are addresses in the
  * backend's memory, which only it dereferences. Operations are enqueued in order; results may be read after `download`, which waits.
  * A host backend (host_memory = 1) leaves alloc .. download NULL and every operation has finished when it returns. */
 struct g4_backend {
     const char *name;
     int host_memory;
+    const g4_backend *base;         /* NULL: none */
     const char *(*unusable)(void);  /* NULL or a function that gives NULL: can run here; else the reason */
     void *(*alloc)(size_t bytes);   /* zeroed; NULL: no memory */
     void (*release)(void *p);
@@ -522,6 +523,7 @@ struct g4_backend {
 
 extern const g4_backend g4_backend_scalar; /* gemma4.c: the oracle */
 extern const g4_backend g4_backend_cpu;    /* backend_cpu.c: the same bits, faster */
+extern const g4_backend g4_backend_blis;   /* backend_blis.c, in builds that have it: other bits, by way of a BLAS */
 
 #ifdef __cplusplus
 }

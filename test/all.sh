@@ -24,6 +24,16 @@ mkdir -p build/san
 make --no-print-directory SAN=1 CC="$CC" B=build/san OUT=build/san/ SHARED="${SHARED:-none}" test > "$log" 2>&1
 count $? sanitizers
 
+if make --no-print-directory BLIS=1 CC="$CC" B=build/blis OUT=build/blis/ build/blis/gemma4 build/blis/test_blis > "$log" 2>&1; then
+    build/blis/test_blis build/blis/gemma4 > "$log" 2>&1
+    count $? blis
+elif grep 'BLIS=1: ' "$log"; then
+    echo "skipped: blis"
+    skipped=$((skipped + 1))
+else
+    count 2 blis
+fi
+
 build/test_ulp ./gemma4 401 > "$log" 2>&1
 count $? ulp
 
