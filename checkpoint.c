@@ -430,6 +430,33 @@ void g4_json_free(g4_json *j) {
     *j = (g4_json){0};
 }
 
+size_t g4_json_quote(char *out, const char *text, size_t n) {
+    static const uint32_t least[4] = {0, 0x80, 0x800, 0x10000};
+    const unsigned char *p = (const unsigned char *)text, *end = p + n;
+    char *to = out;
+    *to++ = '"';
+    while (p < end) {
+        int more = *p < 0x80 ? 0 : *p >= 0xc2 && *p < 0xe0 ? 1 : *p >= 0xe0 && *p < 0xf0 ? 2 : *p >= 0xf0 && *p < 0xf5 ? 3 : -1;
+        uint32_t c = more > 0 ? *p & (0x3fu >> more) : *p;
+        if (more >= end - p) more = -1;
+        for (int i = 1; i <= more; i++) {
+            if ((p[i] & 0xc0) != 0x80) {
+                more = -1;
+                break;
+            }
+            c = c << 6 | (p[i] & 0x3f);
+        }
+        if (more < 0 || c < least[more] || c > 0x10ffff || (c >= 0xd800 && c < 0xe000)) c = 0xfffd, more = 0;
+        p += more + 1;
+        if (c == '"' || c == '\\') *to++ = '\\', *to++ = (char)c;
+        else if (c >= 0x20 && c < 0x7f) *to++ = (char)c;
+        else if (c < 0x10000) to += sprintf(to, "\\u%04x", (unsigned)c);
+        else to += sprintf(to, "\\u%04x\\u%04x", (unsigned)(0xd7c0 + (c >> 10)), (unsigned)(0xdc00 + (c & 0x3ff)));
+    }
+    *to++ = '"';
+    return (size_t)(to - out);
+}
+
 uint32_t g4_json_get(const g4_json *j, uint32_t object, const char *key) {
     size_t n = strlen(key);
     if (object >= j->n_nodes || j->nodes[object].kind != G4_JSON_OBJECT) return 0;

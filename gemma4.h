@@ -364,6 +364,9 @@ uint32_t g4_json_get(const g4_json *j, uint32_t object, const char *key); /* the
 /* 0 if the node is a number that is an integer in range (1e3 is, 1.5 is not), else -1. */
 int g4_json_int(const g4_json *j, uint32_t node, int64_t *value);
 int g4_json_double(const g4_json *j, uint32_t node, double *value); /* correctly rounded, whatever the locale */
+/* Writes text [n] as a JSON string in printable ASCII, without NUL; a byte that is not UTF-8 becomes U+FFFD. out has room for 6 * n + 3 bytes; gives
+ * how many were written. */
+size_t g4_json_quote(char *out, const char *text, size_t n);
 static inline const char *g4_json_string(const g4_json *j, uint32_t node) { return j->text + j->nodes[node].first; }
 
 /* -- tokenizer.c -- */

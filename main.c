@@ -73,30 +73,10 @@ static void *allocate(size_t n, size_t size) {
     return p;
 }
 
-/* text [n] as a JSON string in printable ASCII; a byte that is not UTF-8 becomes U+FFFD. */
 void put_json_string(const char *text, size_t n) {
-    const unsigned char *p = (const unsigned char *)text, *end = p + n;
-    putchar('"');
-    while (p < end) {
-        static const uint32_t least[4] = {0, 0x80, 0x800, 0x10000};
-        int more = *p < 0x80 ? 0 : *p >= 0xc2 && *p < 0xe0 ? 1 : *p >= 0xe0 && *p < 0xf0 ? 2 : *p >= 0xf0 && *p < 0xf5 ? 3 : -1;
-        uint32_t c = more > 0 ? *p & (0x3fu >> more) : *p;
-        if (more >= end - p) more = -1;
-        for (int i = 1; i <= more; i++) {
-            if ((p[i] & 0xc0) != 0x80) {
-                more = -1;
-                break;
-            }
-            c = c << 6 | (p[i] & 0x3f);
-        }
-        if (more < 0 || c < least[more] || c > 0x10ffff || (c >= 0xd800 && c < 0xe000)) c = 0xfffd, more = 0;
-        p += more + 1;
-        if (c == '"' || c == '\\') printf("\\%c", (int)c);
-        else if (c >= 0x20 && c < 0x7f) putchar((int)c);
-        else if (c < 0x10000) printf("\\u%04x", (unsigned)c);
-        else printf("\\u%04x\\u%04x", (unsigned)(0xd7c0 + (c >> 10)), (unsigned)(0xdc00 + (c & 0x3ff)));
-    }
-    putchar('"');
+    char *quoted = allocate(n + 1, 6);
+    fwrite(quoted, 1, g4_json_quote(quoted, text, n), stdout);
+    free(quoted);
 }
 
 /* JSON has no infinity. */
