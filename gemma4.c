@@ -1072,3 +1072,5 @@ void g4_close(g4_model *m) {
 }
 
 const g4_config *g4_get_config(const g4_model *m) { return &m->config; }
+
+const char *g4_version(void) { return G4_VERSION; }

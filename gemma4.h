@@ -179,6 +179,7 @@ G4_API void g4_set_trace(g4_state *state, g4_trace_fn *fn, void *user); /* fn NU
 /* Names of the backends compiled in, i = 0, 1, ...; NULL after the last. *why is "" if it can run here, else the reason. */
 G4_API const char *g4_backend_name(int i, const char **why);
 G4_API const char *g4_model_backend(const g4_model *model);
+G4_API const char *g4_version(void); /* of the library that runs: for programs that do not get G4_VERSION from this header */
 
 /* -- tokenizer (tokenizer.c) -- */
 

@@ -53,5 +53,8 @@ count $? bf16
 build/venv/bin/python test/quants.py ${CI:+--seed 3} > "$log" 2>&1
 count $? quants
 
+build/venv/bin/python test/python.py > "$log" 2>&1
+count $? python
+
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]

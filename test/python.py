@@ -1,0 +1,684 @@
+#!/usr/bin/env python3
+"""The Python module: its structs are those of gemma4.h, and its numbers those of transformers and of ./gemma4, bit for bit.
+
+    header      every struct, field, constant and function of part 1 of gemma4.h is in gemma4/_c.py, of the same kind at the same place: the C compiler is asked
+    numbers     trace() against transformers live, on fixtures and on models/austen (bar as in live.py); against `gemma4 trace`, equal bits
+    text        encode, decode, generate against `gemma4 tokenize`, `detokenize`, `run`
+    states      batches, truncation and threads give the bits of one sequence alone
+    errors      what is refused, by which exception, and that nothing has changed then
+    memory      nothing is left of what was closed or dropped; closing in the midst of another thread's call is harmless
+    packages    the wheel and the source distribution, installed into fresh environments, give the same bits far from the repository
+    example     python/examples/three_uses.py runs, and what it prints is so
+
+    python test/python.py [GEMMA4] [--only NAME,...]     after `make`; needs reference/requirements.txt. Last line: `python: N passed, N failed, N skipped`.
+"""
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [os.path.join(ROOT, "python"), os.path.join(ROOT, "reference")]
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import numpy as np  # noqa: E402
+from live import AUSTEN, Gemma4, comma, compare_traces, report, stored_order  # noqa: E402
+
+import gemma4  # noqa: E402
+from gemma4 import _c  # noqa: E402
+
+check = report.check
+FIXTURES = os.path.join(ROOT, "test", "fixtures")
+CC = os.environ.get("CC", "cc").split()
+
+
+def same(a, b):
+    """Equal bits: a NaN equals itself, and -0 is not 0."""
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def raises(kind, part, call, what):
+    """call() raises exactly that, with a one-line text that holds part."""
+    try:
+        call()
+    except Exception as e:
+        return check(type(e) is kind and part in str(e) and "\n" not in str(e), f"{what}: {type(e).__name__}: {e}; expected {kind.__name__} that says {part!r}")
+    return check(False, f"{what}: nothing was raised; expected {kind.__name__}")
+
+
+# ---- header --------------------------------------------------------------------------------------------------------------------------------------
+
+
+def declared_names(body):
+    """Names that the declarations of a struct's body declare, in order."""
+    names = []
+    for declaration in body.split(";"):
+        pointer = re.search(r"\(\*(\w+)\)\(", declaration)  # to a function
+        if pointer:
+            names.append(pointer.group(1))
+        else:
+            names += [re.sub(r"\[.*", "", part).split()[-1].lstrip("*") for part in re.sub(r"\[[^]]*\]", "[]", declaration).split(",") if part.strip()]
+    return names
+
+
+def expected_types(c):
+    """The ctypes that a C type of a parameter or result may have."""
+    c = re.sub(r"\bconst\b", "", c)
+    c = re.sub(r"\s+", " ", re.sub(r"\s*\*\s*", "*", c)).strip()
+    plain = {"void": None, "int": ctypes.c_int, "int32_t": ctypes.c_int32, "size_t": ctypes.c_size_t, "uint64_t": ctypes.c_uint64, "float": ctypes.c_float,
+             "void*": ctypes.c_void_p, "g4_trace_fn*": _c.trace_fn}
+    if c in plain:
+        return [plain[c]]
+    if c in ("char*", "char**"):
+        kinds = [ctypes.c_char_p, ctypes.c_void_p]
+        return kinds if c == "char*" else [ctypes.POINTER(k) for k in kinds]
+    if c == "int32_t**":
+        return [ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))]
+    pointed = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "size_t": ctypes.c_size_t, **{s.__name__: s for s in _c.STRUCTS}}
+    if c.endswith("*") and c[:-1] in pointed:
+        return [ctypes.POINTER(pointed[c[:-1]])]
+    if re.fullmatch(r"g4_(model|state|tokenizer|decoder|engine|request)\*", c):
+        return [ctypes.c_void_p]
+    return []
+
+
+def parameter_types(text):
+    """"int n, const char *name" -> ["int ", "const char *"]"""
+    return [] if text.strip() == "void" else [re.sub(r"\w+\s*$", "", part) for part in text.split(",")]
+
+
+def test_header(scratch):
+    text = open(os.path.join(ROOT, "gemma4.h"), encoding="utf-8").read()
+    part1 = re.sub(r"/\*.*?\*/", " ", text[text.index("---- Part 1"):text.index("---- Part 2")], flags=re.S)
+    check(f'"{_c.VERSION}"' in re.search("#define G4_VERSION.*", text).group(0), f"VERSION {_c.VERSION} is not G4_VERSION")
+
+    structs = dict(re.findall(r"typedef struct (g4_\w+) \{(.*?)\} \1;", part1, re.S))
+    check(list(structs) == [s.__name__ for s in _c.STRUCTS], f"STRUCTS: {[s.__name__ for s in _c.STRUCTS]}, the header has {list(structs)}")
+    constants = [part.split("=")[0].strip() for body in re.findall(r"enum[^{;]*\{([^}]*)\}", part1) for part in body.split(",")]
+    check(constants == list(_c.CONSTANTS), f"CONSTANTS: {list(_c.CONSTANTS)}, the header has {constants}")
+
+    # the compiler's view: a line for each struct, field and constant
+    lines, expected = [], []
+    for s in _c.STRUCTS:
+        name = s.__name__
+        check(declared_names(structs.get(name, "")) == [f[0] for f in s._fields_], f"{name}: fields {[f[0] for f in s._fields_]}, not those of the header")
+        lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
+        expected.append(f"{name} {ctypes.sizeof(s)}")
+        for field, kind in s._fields_:
+            element, at = (kind._type_, "[0]") if issubclass(kind, ctypes.Array) else (kind, "")
+            word = {"f": "float", "d": "float", "c": "char"}.get(getattr(element, "_type_", None), "integer") if issubclass(element, ctypes._SimpleCData) else "other"
+            if element in (ctypes.c_char_p, ctypes.c_void_p):
+                word = "other"
+            lines.append(f'printf("{name}.{field} %zu %zu %s\\n", offsetof({name}, {field}), sizeof(({name} *)0)->{field}, KIND((({name} *)0)->{field}{at}));')
+            expected.append(f"{name}.{field} {getattr(s, field).offset} {ctypes.sizeof(kind)} {word}")
+    for name, value in _c.CONSTANTS.items():
+        lines.append(f'printf("{name} %d\\n", (int){name});')
+        expected.append(f"{name} {value}")
+    program = os.path.join(scratch, "layout")
+    with open(program + ".c", "w") as f:
+        f.write('#include "gemma4.h"\n#include <stdio.h>\n#define KIND(x) _Generic((x), float: "float", double: "float", char: "char", int: "integer", unsigned: "integer", '
+                'long: "integer", unsigned long: "integer", long long: "integer", unsigned long long: "integer", default: "other")\n'
+                "int main(void) {\n" + "\n".join(lines) + "\nreturn 0;\n}\n")
+    built = subprocess.run([*CC, "-I", ROOT, program + ".c", "-o", program], capture_output=True, text=True)
+    if check(built.returncode == 0, f"a program that looks at every field does not compile: {built.stderr[:2000]}"):
+        said = subprocess.run([program], capture_output=True, text=True).stdout.splitlines()
+        for ours, theirs in zip(expected, said):
+            check(ours == theirs, f"gemma4/_c.py has (offset, size, kind) {ours}, the compiler {theirs}")
+        check(len(said) == len(expected), "not every field was looked at")
+
+    functions = {name: (result, args) for result, name, args in re.findall(r"G4_API\s+(.*?)(g4_\w+)\((.*?)\);", part1, re.S)}
+    check(list(functions) == list(_c.FUNCTIONS), f"FUNCTIONS: only one side has {set(functions) ^ set(_c.FUNCTIONS)}, or the order differs")
+    for name, (result, args) in functions.items():
+        if name not in _c.FUNCTIONS:
+            continue
+        ours, types = _c.FUNCTIONS[name], parameter_types(args)
+        check(ours[0] in expected_types(result), f"{name}: result {ours[0]}, the header has {result!r}")
+        check(len(types) == len(ours[1]), f"{name}: {len(ours[1])} arguments, the header has {len(types)}")
+        for i, (mine, c) in enumerate(zip(ours[1], types)):
+            check(mine in expected_types(c), f"{name}: argument {i + 1} is {mine}, the header has {c!r}")
+    callbacks = {"trace_fn": re.search(r"typedef void g4_trace_fn\((.*?)\);", part1, re.S), "warn_fn": re.search(r"void \(\*warn\)\((.*?)\);", part1, re.S)}
+    for name, found in callbacks.items():
+        mine, types = getattr(_c, name)._argtypes_, parameter_types(found.group(1))
+        check(len(mine) == len(types) and all(m in expected_types(c) for m, c in zip(mine, types)), f"{name}: {mine}, the header has {types}")
+
+    from dataclasses import fields
+    check({f.name for f in fields(gemma4.Config)} == {f[0] for f in _c.g4_config._fields_} - {"n_eos", "n_suppress"}, "Config does not show every field of g4_config")
+    check([f.name for f in fields(gemma4.LayerConfig)] == [f[0] for f in _c.g4_layer_config._fields_], "LayerConfig does not show every field of g4_layer_config")
+    check([f.name for f in fields(gemma4.RopeConfig)] == [f[0] for f in _c.g4_rope_config._fields_], "RopeConfig does not show every field of g4_rope_config")
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_numbers(cli, scratch):
+    import torch
+    from safetensors import safe_open
+    from safetensors.numpy import load_file
+    import trace as reference
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for path in [os.path.join(FIXTURES, name) for name in ("e2b", "12b", "26b-a4b", "multimodal")] + [AUSTEN]:
+        label, noise = os.path.basename(path), 1e-5
+        ids = [2, 818, 1017, 5, 1149, 480, 380, 1236, 1568] * 5
+        if path != AUSTEN:
+            with safe_open(os.path.join(path, "expected.safetensors"), "np") as f:
+                ids, noise = f.get_tensor("ids").tolist(), float(f.metadata()["noise_f32"])
+        model = gemma4.Model(path)
+        ours = gemma4.State(model, threads=1, chunk=7).trace(ids)
+        theirs = reference.trace(reference.load(path), ids)
+        compare_traces(label, {name: torch.from_numpy(x) for name, x in ours.items()}, theirs, noise)
+        for i in range(model.config.num_hidden_layers):
+            check(f"layers.{i}.output" in theirs, f"{label}: transformers' layers.{i}.output was not compared")
+
+        file = os.path.join(scratch, "t.safetensors")
+        for precision in ("f32", "bf16"):
+            if cli("trace", path, "--ids", comma(ids), "--threads", 1, "-o", file, "--precision", precision) is None:
+                continue
+            said = load_file(file)
+            mine = ours if precision == "f32" else gemma4.State(model, threads=1, precision="bf16").trace(ids)
+            check(list(mine) == stored_order(file), f"{label}: trace() has {list(mine)}, the program writes {stored_order(file)}")
+            for name, x in said.items():
+                check(name in mine and same(mine[name], x), f"{label}: {precision}: {name}: other bits than `gemma4 trace`")
+        for backend in cli.exact_backends():
+            other = gemma4.Model(path, backend=backend, no_mmap=True)
+            check(other.backend == backend and same(gemma4.State(other, threads=2).forward(ids), ours["logits"]), f"{label}: backend {backend}: other logits")
+
+        info = json.loads(cli("info", path, "--json", "--ctx", 77, "--threads", 2) or "{}")
+        c = model.config
+        for name in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "sliding_window", "num_kv_shared_layers",
+                     "max_position_embeddings", "num_experts", "top_k_experts", "moe_intermediate_size", "attention_k_eq_v", "tie_word_embeddings"):
+            check(getattr(c, name) == info.get(name), f"{label}: config.{name} is {getattr(c, name)}, info says {info.get(name)}")
+        check([vars(x) for x in c.layers] == info.get("layers"), f"{label}: config.layers is not what info says")
+        check(list(c.eos_token_id) == info.get("eos_token_id"), f"{label}: config.eos_token_id")
+        check(model.state_bytes(ctx=77, threads=2) == (info.get("state_bytes"), info.get("kv_bytes")), f"{label}: state_bytes")
+        raw = json.load(open(os.path.join(path, "config.json")))
+        raw = raw.get("text_config", raw)
+        check(np.float32(c.rms_norm_eps) == np.float32(raw["rms_norm_eps"]), f"{label}: rms_norm_eps {c.rms_norm_eps}")
+        full = c.rope["full_attention"]
+        check(full.theta == raw["rope_parameters"]["full_attention"]["rope_theta"] and full.proportional is True, f"{label}: rope {c.rope}")
+
+    model = gemma4.Model(AUSTEN)
+    some = gemma4.State(model).trace([2, 5], tensors="layers.0.?,logits")
+    check(list(some) == ["layers.0.k", "layers.0.v", "layers.0.q", "logits"], f"tensors=: {list(some)}")
+    check(gemma4.backends() == {name: "" for name in cli.exact_backends()}, f"backends(): {gemma4.backends()}")
+
+
+# ---- text ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_text(cli, scratch):
+    model, tok = gemma4.Model(AUSTEN), gemma4.Tokenizer(AUSTEN)
+    texts = ["", "It is a truth", " two  spaces\n\nand lines\t", "é 日本 👩‍👩‍👧‍👦 깰", "a\0b", "<bos>It", "<eos> <unk>", "x" * 5000]
+    for text in texts:
+        for bos in (False, True):
+            said = cli("tokenize", AUSTEN, *(["--bos"] if bos else []), stdin=text.encode())
+            ids = tok.encode(text, bos=bos)
+            check(said is not None and ids.dtype == np.int32 and ids.tolist() == [int(i) for i in said.split()], f"encode({text[:20]!r}, bos={bos}): {ids[:20]}")
+        ids = tok.encode(text)
+        for skip in (False, True):
+            said = cli("detokenize", AUSTEN, *(["--skip-special"] if skip else []), stdin=" ".join(map(str, ids)).encode())
+            check(said is not None and tok.decode(ids, skip_special=skip) == said.decode(), f"decode({text[:20]!r}, skip_special={skip})")
+        check("".join(tok.stream(iter(ids.tolist()))) == tok.decode(ids), f"stream({text[:20]!r})")
+    check(tok.encode(b"a\xff\xc3(").tolist() == tok.encode("a\ufffd\ufffd(").tolist(), "bytes that are not UTF-8 become U+FFFD")
+    check(tok.encode("<bos>", plain_text=True).tolist() != [2] and tok.encode("<bos>").tolist() == [2], "plain_text")
+    check(tok.decode(tok.encode("<bos>", plain_text=True)) == "<bos>", "plain_text comes back")
+    check(tok.token_id("<bos>") == 2 and tok.token_id("no such piece") is None and tok.piece(2) == "<bos>" and tok.is_special(2) and not tok.is_special(100), "pieces")
+    check(len(tok) == 2048 and len(gemma4.Tokenizer(os.path.join(AUSTEN, "tokenizer.json"))) == 2048, "len")
+
+    bytes_of = [tok.token_id(f"<0x{b:02X}>") for b in "깰".encode()]
+    with gemma4.Decoder(tok) as d:
+        check([d.push(i) for i in bytes_of] == ["", "", ""] and d.push(tok.encode("It")[0]) == "깰It", "push gives what is certain: bytes, when their run has ended")
+        check([d.push(i) for i in bytes_of[:2]] == ["", ""] and d.end() == "\ufffd\ufffd", "end gives what was held back")
+        check(d.push(tok.encode("It")[0]) == "It" and d.end() == "", "a decoder goes on after end")
+
+    prompt = tok.encode("It is a truth", bos=True)
+    for seed, changed in ((10, {}), (11, {"temperature": 1.5, "top_k": 0, "top_p": 1.0}), (12, {"min_p": 0.1}), (2**64 - 1, {"repeat_penalty": 1.3}), (0, {"temperature": 0.0})):
+        options = {"temperature": "--temp", "top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p", "repeat_penalty": "--repeat-penalty"}
+        args = [x for name, value in changed.items() for x in (options[name], value)]
+        said = cli("run", AUSTEN, "--ids", comma(prompt), "-n", 150, "--seed", seed, *args)
+        new = list(gemma4.State(model, ctx=200).generate(prompt, n=150, sampling=model.sampling(seed=seed, **changed)))
+        check(said is not None and new == [int(i) for i in said.split()] and new, f"generate, seed {seed}, {changed}: {new[:10]}, run says {said[:60]}")
+    how = model.sampling(seed=10)
+    check((how.temperature, how.top_k, how.top_p) == (model.config.temperature, 64, model.config.top_p), f"sampling(): {how}")
+
+    # a sequence goes on where it was: the draws depend on all ids so far
+    whole = list(gemma4.State(model).generate(prompt, n=40, sampling=how))
+    with gemma4.State(model) as s:
+        first = list(s.generate(prompt, n=15, sampling=how))
+        check(s.length() == len(prompt) + 14 and s.ids().tolist() == prompt.tolist() + first[:14], "the last id is not part of the sequence yet")
+        check(first + list(s.generate(first[-1:], n=25, sampling=how)) == whole, "two halves make the whole")
+    with gemma4.State(model, ctx=10) as s:
+        check(len(list(s.generate(prompt, n=100, sampling=how))) == 10 - len(prompt) + 1, "generate ends where the context is full")
+    check(list(gemma4.State(model).generate(prompt, n=0)) == [], "n=0")
+
+    # stop ids and suppressed ids are the model's
+    copy = os.path.join(scratch, "stops")
+    shutil.copytree(AUSTEN, copy)
+    with open(os.path.join(copy, "generation_config.json"), "w") as f:
+        json.dump({"eos_token_id": [1, whole[5]], "suppress_tokens": [whole[0]], "do_sample": False}, f)
+    stops = gemma4.Model(copy)
+    check(stops.config.eos_token_id == (1, whole[5]) and stops.config.suppress_tokens == (whole[0],) and stops.sampling().temperature == 0, f"{stops.config}")
+    again = list(gemma4.State(stops).generate(prompt, n=40, sampling=how))
+    check(again[0] != whole[0] and whole[5] not in again, "suppressed ids are not drawn, a stop id ends")
+    unstopped = gemma4.Model(copy)
+    object.__setattr__(unstopped.config, "suppress_tokens", ())
+    check(list(gemma4.State(unstopped).generate(prompt, n=40, sampling=how)) == whole[:whole.index(whole[5])], "a stop id ends, and is not given")
+    check(list(gemma4.State(unstopped).generate(prompt, n=40, sampling=how, ignore_eos=True)) == whole, "ignore_eos")
+
+    logits = gemma4.State(model).forward(prompt, logits="last")[0]
+    before = logits.copy()
+    greedy = gemma4.Sampling(temperature=0)
+    check(gemma4.sample(logits, greedy) == int(logits.argmax()) and same(logits, before), "sample leaves the logits as they are")
+    check(gemma4.sample(logits[::-1], greedy) == len(logits) - 1 - int(logits.argmax()), "sample of a strided view")
+    check(gemma4.sample(logits, greedy, suppress=[int(logits.argmax())]) == int(logits.argsort()[-2]), "suppress")
+    raises(gemma4.Error, "nan", lambda: gemma4.sample(np.full(9, np.nan, np.float32), greedy), "NaN")
+
+
+# ---- states --------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_states():
+    model = gemma4.Model(AUSTEN)
+    rng = np.random.default_rng(1)
+    sequences = [rng.integers(3, 2000, n).astype(np.int32) for n in (50, 1, 130, 17)]
+    alone = [gemma4.State(model, threads=1).forward(ids) for ids in sequences]
+
+    with gemma4.State(model, ctx=200, chunk=33, n_seqs=4) as s:
+        check((s.ctx, s.chunk, s.n_seqs, s.precision) == (200, 33, 4, "f32") and s.threads >= 1, f"{s}")
+        rows = rng.permutation(np.repeat(np.arange(4), [len(x) for x in sequences]))  # all sequences, mixed
+        at = np.zeros(len(rows), np.int32)
+        for q in range(4):
+            at[rows == q] = np.arange(len(sequences[q]))
+        ids = np.array([sequences[q][i] for q, i in zip(rows, at)])
+        want = rng.random(len(rows)) < 0.5
+        logits = s.forward_rows(ids, rows, want)
+        check(logits.shape == (want.sum(), 2048), f"logits {logits.shape}")
+        check(same(logits, np.stack([alone[q][i] for q, i, w in zip(rows, at, want) if w])), "a batch gives the bits of each sequence alone")
+        check([s.length(q) for q in range(4)] == [50, 1, 130, 17] and all(same(s.ids(q), sequences[q]) for q in range(4)), "length and ids")
+        s.truncate(9, seq=3)
+        check(s.length(3) == 9 and same(s.forward(sequences[3][9:], seq=3), alone[3][9:]), "truncate, then the same rows again")
+        s.truncate(0, seq=2)
+        check(same(s.forward(sequences[2].astype(np.int64), seq=2, logits="last"), alone[2][-1:]), 'int64 ids, logits="last"')
+        none = s.forward(list(map(int, sequences[1])), seq=1, logits="none")
+        check(none.shape == (0, 2048) and s.length(1) == 2, 'a list, logits="none"')
+        s.truncate(0)
+        check(same(s.trace(np.repeat(sequences[0], 2)[::2])["logits"], alone[0]), "a strided view, traced in two chunks")
+
+    import torch
+    check(same(gemma4.State(model).forward(torch.tensor(sequences[0])), alone[0]), "a tensor of torch, whose OpenMP is in the same process")
+
+    # the GIL is free during forward: another thread counts meanwhile
+    long = np.resize(sequences[2], 1500)
+    counted, done = [0], threading.Event()
+
+    def count():
+        while not done.is_set():
+            counted[0] += 1
+            time.sleep(0.001)
+
+    worker = threading.Thread(target=count)
+    worker.start()
+    begin = counted[0]
+    gemma4.State(model, threads=1).forward(long, logits="none")
+    seen = counted[0] - begin
+    done.set()
+    worker.join()
+    check(seen >= 3, f"another thread ran {seen} times during forward")
+
+    # one model and one tokenizer in several threads, a state each; then one state in all of them
+    tok, results = gemma4.Tokenizer(AUSTEN), {}
+
+    def run(q):
+        with gemma4.State(model, threads=1) as s:
+            results[q] = same(s.forward(sequences[q]), alone[q]) and tok.decode(tok.encode("It is a truth")) == "It is a truth"
+
+    shared = gemma4.State(model, threads=1, n_seqs=4)
+
+    def share(q):
+        results["shared", q] = same(np.concatenate([shared.forward(sequences[q][i:i + 5], seq=q) for i in range(0, len(sequences[q]), 5)]), alone[q])
+
+    workers = [threading.Thread(target=f, args=(q,)) for q in range(4) for f in (run, share)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    check(len(results) == 8 and all(results.values()), f"threads: {results}")
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_errors(scratch):
+    Error, State, Model, Tokenizer = gemma4.Error, gemma4.State, gemma4.Model, gemma4.Tokenizer
+    raises(Error, "nosuch", lambda: Model("nosuch"), "no such model")
+    raises(Error, "it has: cpu, scalar", lambda: Model(AUSTEN, backend="abacus"), "no such backend")
+    raises(TypeError, "backend", lambda: Model(AUSTEN, backend=3), "backend of another type")
+    raises(ValueError, "NUL", lambda: Model("a\0b"), "NUL in a path")
+    raises(Error, "nosuch", lambda: Tokenizer("nosuch"), "no such tokenizer")
+    with contextlib.suppress(Error):
+        Model(os.path.join(scratch, "a\udcff日"))  # a path that is not UTF-8 reaches the system
+    try:
+        Model("nosuch")
+    except Error as e:
+        check(e.text == str(e) and "nosuch" in e.text, "Error.text")
+
+    model = Model(AUSTEN)
+    raises(Error, "ctx 999999 is not", lambda: State(model, ctx=999999), "ctx")
+    raises(ValueError, "ctx: expected", lambda: State(model, ctx=2**32), "ctx that int would cut off")
+    raises(Error, "threads 5000", lambda: State(model, threads=5000), "threads")
+    raises(Error, "n_seqs -1", lambda: State(model, n_seqs=-1), "n_seqs")
+    raises(TypeError, "chunk", lambda: State(model, chunk=1.5), "chunk 1.5")
+    raises(ValueError, "precision", lambda: State(model, precision="f16"), "precision")
+    check(model.state_bytes(ctx=999999) == (0, 0), "state_bytes of wrong options")
+
+    with State(model, ctx=8, n_seqs=2) as s:
+        s.forward([2, 5, 6])
+        before = s.forward([7])
+        s.truncate(3)
+        raises(TypeError, "float64", lambda: s.forward([1.0, 2.0]), "floats for ids")
+        raises(TypeError, "bool", lambda: s.forward([True]), "bools for ids")
+        raises(TypeError, "<U1", lambda: s.forward("a".split()), "text for ids")
+        raises(ValueError, "[1, 3]", lambda: s.forward([[2, 3, 4]]), "ids with a batch dimension")
+        raises(ValueError, "[]", lambda: s.forward(2), "one number for ids")
+        raises(ValueError, "32 bits", lambda: s.forward([2**32 + 5]), "an id that int32 would cut off")
+        raises(ValueError, "32 bits", lambda: s.forward(np.array([2**63], np.uint64)), "an id of 64 bits")
+        raises(Error, "0 rows", lambda: s.forward([]), "no ids")
+        raises(Error, "id 2048 is not in 0..2047", lambda: s.forward([5, 2048]), "an id outside the vocabulary")
+        raises(Error, "id -1", lambda: s.forward([-1]), "a negative id")
+        raises(Error, "larger ctx", lambda: s.forward([5] * 6), "more than the context")
+        raises(Error, "sequence 2", lambda: s.forward([5], seq=2), "no such sequence")
+        raises(TypeError, "seq", lambda: s.forward([5], seq="0"), "seq of another type")
+        raises(ValueError, "logits", lambda: s.forward([5], logits="first"), "logits")
+        raises(ValueError, "as many", lambda: s.forward_rows([5, 6], [0]), "seqs of another length")
+        raises(ValueError, "as many", lambda: s.forward_rows([5, 6], [0, 1], [True]), "want_logits of another length")
+        raises(TypeError, "bool", lambda: s.forward_rows([5, 6], [0, 1], [1, 0]), "want_logits of another type")
+        raises(Error, "cannot be truncated to 4", lambda: s.truncate(4), "truncate upwards")
+        raises(Error, "sequence -1", lambda: s.truncate(0, seq=-1), "truncate no sequence")
+        raises(ValueError, "seq: expected 0 to 1", lambda: s.length(2), "length of no sequence")
+        raises(ValueError, "seq: expected 0 to 1", lambda: s.ids(-1), "ids of no sequence")
+        check(s.length() == 3 and s.length(1) == 0 and same(s.forward([7]), before), "what was refused has changed nothing")
+
+        def interrupt(name, data, shape):
+            raise KeyboardInterrupt
+
+        try:
+            s._forward([5], [1], None, interrupt)
+            check(False, "an exception in the midst of a trace is lost")
+        except KeyboardInterrupt:
+            check(s.length(1) == 1 and len(s.forward([6], seq=1)) == 1, "the state goes on after it")
+
+    window = model.config.sliding_window
+    with State(model, chunk=1) as s:
+        s.forward(np.full(window + 50, 5), logits="none")
+        raises(Error, "cannot be truncated", lambda: s.truncate(20), "truncate out of the ring")
+        check(s.length() == window + 50, "and nothing has changed")
+
+    logits = np.zeros(9, np.float32)
+    how = gemma4.Sampling(temperature=0)
+    raises(TypeError, "float64", lambda: gemma4.sample(np.zeros(9), how), "logits of another type")
+    raises(ValueError, "[3, 3]", lambda: gemma4.sample(logits.reshape(3, 3), how), "logits of another shape")
+    raises(ValueError, "[0]", lambda: gemma4.sample(logits[:0], how), "no logits")
+    raises(ValueError, "seed", lambda: gemma4.sample(logits, gemma4.Sampling(seed=2**64)), "seed of 65 bits")
+    raises(ValueError, "seed", lambda: gemma4.sample(logits, gemma4.Sampling(seed=-1)), "negative seed")
+    raises(TypeError, "top_k", lambda: gemma4.sample(logits, gemma4.Sampling(top_k=2.5)), "top_k 2.5")
+    raises(Error, "top_p", lambda: gemma4.sample(logits, gemma4.Sampling(top_p=2.0)), "top_p 2")
+    raises(Error, "outside the vocabulary", lambda: gemma4.sample(logits, gemma4.Sampling(repeat_penalty=2.0), history=[9]), "history outside the vocabulary")
+    raises(Error, "every id is suppressed", lambda: gemma4.sample(logits, how, suppress=range(9)), "all suppressed")
+
+    tok = Tokenizer(AUSTEN)
+    raises(Error, "2048", lambda: tok.decode([2048]), "decode an id that is none")
+    raises(ValueError, "id -1", lambda: tok.piece(-1), "piece of no id")
+    raises(ValueError, "NUL", lambda: tok.token_id("a\0"), "NUL in a piece")
+    raises(TypeError, "text: expected str or bytes, found int", lambda: tok.encode(5), "encode a number")
+    raises(TypeError, "NoneType", lambda: tok.encode(None), "encode None")
+
+    import warnings
+    copy = os.path.join(scratch, "warns")
+    shutil.copytree(os.path.join(FIXTURES, "e2b"), copy)
+    config = json.load(open(os.path.join(copy, "config.json")))
+    config["eos_token_id"] = [1, 10**6]
+    json.dump(config, open(os.path.join(copy, "config.json"), "w"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Model(copy)
+    check(len(said) == 1 and "1000000" in str(said[0].message) and said[0].filename == __file__, f"warnings: {[str(w.message) for w in said]}")
+
+    for thing, call in ((Model(AUSTEN), lambda x: State(x)), (State(model), lambda x: x.forward([2])), (State(model), lambda x: x.truncate(0)), (Tokenizer(AUSTEN), lambda x: x.encode("a")),
+                        (Tokenizer(AUSTEN), lambda x: x.decode([2])), (Tokenizer(AUSTEN), len), (gemma4.Decoder(tok), lambda x: x.push(2)), (Model(AUSTEN), lambda x: x.state_bytes())):
+        thing.close()
+        thing.close()
+        raises(ValueError, "is closed", lambda: call(thing), f"{type(thing).__name__} that is closed")
+        check("gemma4." in repr(thing), "repr of what is closed")
+
+    import torch
+    if torch.set_flush_denormal(True):
+        raises(Error, "flush", lambda: State(model).forward([2]), "a thread that flushes subnormals")
+        torch.set_flush_denormal(False)
+    else:
+        report.skip("this processor cannot flush subnormals")
+
+    def module(expected, **environment):
+        done = subprocess.run([sys.executable, "-c", "import gemma4; print(gemma4.__file__)"], capture_output=True, text=True, cwd=scratch,
+                              env={**os.environ, "PYTHONPATH": os.path.join(ROOT, "python"), **environment})
+        check(expected in done.stdout + done.stderr, f"{environment}: {done.stdout}{done.stderr}")
+
+    module("nosuch.so cannot be loaded", GEMMA4_LIBRARY="nosuch.so")
+    module("has no function g4_open", GEMMA4_LIBRARY="libm.so.6")
+    module("__init__.py", GEMMA4_LIBRARY=_c.candidates()[0])
+    old = os.path.join(scratch, "old.so")
+    source = os.path.join(scratch, "old.c")
+    with open(source, "w") as f:
+        f.write("".join(f"int {name}() {{ return 0; }}\n" for name in _c.FUNCTIONS if name != "g4_version") + 'const char *g4_version(void) { return "0.0.9"; }\n')
+    subprocess.run([*CC, "-shared", "-fPIC", "-w", source, "-o", old], check=True)
+    module(f"is version 0.0.9, this module is for {_c.VERSION}", GEMMA4_LIBRARY=old)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------------------------------------
+
+
+def resident():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory():
+    path = os.path.join(FIXTURES, "e2b")
+    model, tok = gemma4.Model(AUSTEN), gemma4.Tokenizer(AUSTEN)
+    text = "It is a truth universally acknowledged. " * 2000
+
+    def closed():
+        with gemma4.Model(path) as m, gemma4.State(m, ctx=64, threads=1) as s:
+            s.trace([2, 3, 4])
+        gemma4.State(model, threads=1).close()
+
+    def dropped():
+        gemma4.State(model, threads=1).forward([2, 5])
+        gemma4.State(gemma4.Model(path), ctx=64, threads=1)
+        gemma4.Decoder(gemma4.Tokenizer(AUSTEN)).push(5)
+        next(gemma4.State(model, threads=1).generate([2]))
+        with contextlib.suppress(gemma4.Error):
+            gemma4.State(model, ctx=10**6)
+
+    def in_cycles():
+        s = gemma4.State(model, threads=1)
+        s.itself = s
+
+    def encoded():
+        tok.decode(tok.encode(text))
+
+    if not os.path.exists("/proc/self/statm"):
+        report.skip("memory: this system does not tell how much is used")
+    else:
+        for what, times in ((closed, 40), (dropped, 40), (in_cycles, 100), (encoded, 40)):
+            for _ in range(5):
+                what()
+            gc.collect()
+            before = resident()
+            for _ in range(times):
+                what()
+            gc.collect()
+            grown = (resident() - before) / times
+            check(grown < 40000, f"memory: {what.__name__} leaves {grown:.0f} bytes each time")
+
+    # what is closed in the midst of a call, and in the wrong order
+    m = gemma4.Model(AUSTEN)
+    alone = gemma4.State(m, threads=1).forward(np.full(600, 7), logits="last")
+    s, found = gemma4.State(m, threads=1), []
+    worker = threading.Thread(target=lambda: found.append(s.forward(np.full(600, 7), logits="last")))
+    worker.start()
+    time.sleep(0.01)
+    s.close()
+    m.close()
+    worker.join()
+    check(not found or same(found[0], alone), "closed in the midst of forward")  # none: closed before it began
+    check(not s._handle.free.alive and not m._handle.free.alive, "what was closed is freed")
+    m = gemma4.Model(AUSTEN)
+    s = gemma4.State(m, threads=1)
+    m.close()
+    check(m._handle.free.alive and same(s.forward(np.full(600, 7), logits="last"), alone), "a closed model stays as long as its state")
+    s.close()
+    check(not m._handle.free.alive, "and goes with it")
+    t = gemma4.Tokenizer(AUSTEN)
+    d = gemma4.Decoder(t)
+    t.close()
+    check(d.push(t_it := tok.encode("It")[0].item()) == "It" and t_it > 0 and t._handle.free.alive, "a closed tokenizer stays as long as its decoder")
+    del d
+    gc.collect()
+    check(not t._handle.free.alive, "and goes with it")
+
+    # threads that open, use and close at random: no crash, and everything is freed at the end
+    m, handles, wrong = gemma4.Model(AUSTEN), [], []
+
+    def churn():
+        for _ in range(30):
+            try:
+                s = gemma4.State(m, ctx=16, threads=1)
+                handles.append(s._handle)
+                threading.Thread(target=s.close).start()
+                s.forward([2, 5, 6])
+            except ValueError as e:
+                if "closed" not in str(e):
+                    wrong.append(e)
+
+    workers = [threading.Thread(target=churn) for _ in range(4)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    deadline = time.monotonic() + 10
+    while any(h.free.alive for h in handles) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    check(len(handles) == 120 and not any(h.free.alive for h in handles) and not wrong, f"{sum(h.free.alive for h in handles)} states of {len(handles)} are left; {wrong}")
+
+
+# ---- packages ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_packages(scratch):
+    model = gemma4.Model(AUSTEN)
+    expected = gemma4.State(model).forward(np.arange(2, 42)).tobytes().hex()[-64:]
+    program = f"""
+import sys, gemma4, numpy
+assert "{ROOT}/" not in gemma4._c.lib._name + gemma4.__file__, gemma4._c.lib._name
+with gemma4.Model(sys.argv[1]) as model, gemma4.State(model) as state:
+    print(state.forward(numpy.arange(2, 42)).tobytes().hex()[-64:], gemma4.__version__)
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "GEMMA4_LIBRARY", "CC", "CFLAGS")}
+
+    def run(*command, **more):
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=scratch, env={**environment, **more}, timeout=900)
+        return done.returncode, done.stdout + done.stderr
+
+    def python_in(name):
+        """A fresh environment with numpy alone, as it is here: the network is not asked."""
+        folder = os.path.join(scratch, name)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        python = os.path.join(folder, "bin", "python")
+        site = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], capture_output=True, text=True, check=True).stdout.strip()
+        for part in os.listdir(os.path.dirname(os.path.dirname(np.__file__))):
+            if part.startswith("numpy"):
+                os.symlink(os.path.join(os.path.dirname(os.path.dirname(np.__file__)), part), os.path.join(site, part))
+        return python, site
+
+    source = os.path.join(ROOT, "python")
+    before = set(os.listdir(source))
+    python, site = python_in("one")
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "-q")
+    status, said = run(*pip, "wheel", "--no-index", "-w", "wheels", source)
+    # numpy is no file in wheels/: pip says that it cannot be found, and --no-deps leaves it out
+    check(status != 0 and "numpy" in said, f"pip wheel asks for numpy: {said}")
+    status, said = run(*pip, "wheel", "--no-deps", "-w", "wheels", source)
+    check(status == 0, f"pip wheel: {said}")
+    built = os.listdir(os.path.join(scratch, "wheels")) if status == 0 else []
+    check(len(built) == 1 and re.fullmatch(rf"gemma4-{re.escape(_c.VERSION)}-py3-none-\w+\.whl", built[0]), f"wheels: {built}")
+    check(set(os.listdir(source)) - before <= {"__pycache__"}, "building leaves nothing in python/")
+    status, said = run(*pip, "install", "--no-index", os.path.join(scratch, "wheels", *built))
+    check(status == 0, f"pip install of the wheel: {said}")
+    status, said = run(python, "-c", program, AUSTEN)
+    check(status == 0 and said.split() == [expected, _c.VERSION], f"the wheel: {said}")
+    status, said = run(python, "-m", "pip", "--disable-pip-version-check", "check")
+    check(status == 0, f"pip check: {said}")
+    check(os.path.exists(os.path.join(site, "gemma4", "py.typed")), "py.typed is in the wheel")
+    status, said = run(*pip, "uninstall", "-y", "gemma4")
+    check(status == 0 and not os.path.exists(os.path.join(site, "gemma4", _c.FILE)), f"pip uninstall: {said}")
+
+    # source distribution: made here, built in a folder that has nothing else
+    status, said = run(python, "-c", f"import sys; sys.path.insert(0, {source!r}); import build_backend as b; print(b.build_sdist('.'))")
+    name = said.strip()
+    check(status == 0 and name == f"gemma4-{_c.VERSION}.tar.gz", f"build_sdist: {said}")
+    python, _ = python_in("two")
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "-q")
+    status, said = run(*pip, "install", "--no-index", os.path.join(scratch, name), CFLAGS="-O1 -fno-openmp")
+    check(status == 0, f"pip install of the source distribution: {said}")
+    status, said = run(python, "-c", program, AUSTEN)
+    check(status == 0 and said.split() == [expected, _c.VERSION], f"the source distribution: {said}")
+    status, said = run(python, "-c", "import gemma4, sys; print(gemma4.State(gemma4.Model(sys.argv[1])).threads)", AUSTEN)
+    check(said.split() == ["1"], f"CFLAGS=-fno-openmp: {said}")
+    run(*pip, "uninstall", "-y", "gemma4")
+
+    status, said = run(*pip, "install", "--no-index", "-e", source)
+    check(status == 0, f"pip install -e: {said}")
+    status, said = run(python, "-c", "import gemma4; print(gemma4._c.lib._name)")
+    check(said.strip() == os.path.join(ROOT, _c.FILE), f"an editable install loads what make built: {said}")
+
+    status, said = run(*pip, "wheel", "--no-deps", "-w", "none", source, CC="no-such-compiler")
+    check(status != 0 and "no-such-compiler" in said and "a C compiler" in said and not os.path.exists(os.path.join(scratch, "none", "gemma4")), f"without a compiler: {said}")
+    lonely = shutil.copytree(source, os.path.join(scratch, "lonely"), ignore=shutil.ignore_patterns("__pycache__"))
+    status, said = run(*pip, "wheel", "--no-deps", "-w", "none", lonely)
+    check(status != 0 and "neither csrc/ nor the repository" in said, f"a folder without C files: {said}")
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    p.add_argument("gemma4", nargs="?", default=os.path.join(ROOT, "gemma4"))
+    p.add_argument("--only", default="header,numbers,text,states,errors,memory,packages")
+    args = p.parse_args()
+    cli = Gemma4(os.path.abspath(args.gemma4))
+    arguments = {"header": "s", "numbers": "cs", "text": "cs", "states": "", "errors": "s", "memory": "", "packages": "s"}
+    for name in args.only.split(","):
+        with tempfile.TemporaryDirectory() as scratch:
+            before = report.passed + report.failed
+            try:
+                globals()[f"test_{name}"](*({"c": cli, "s": scratch}[a] for a in arguments[name]))
+            except Exception as e:
+                import traceback
+                traceback.print_exc()
+                check(False, f"{name}: ended by {type(e).__name__}: {e}")
+            print(f"{name}: {report.passed + report.failed - before} checks", flush=True)
+    print(f"python: {report.passed} passed, {report.failed} failed, {report.skipped} skipped")
+    return int(report.failed != 0 or not report.passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
