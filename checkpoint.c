@@ -826,6 +826,8 @@ int g4_file_open(g4_file *f, const char *path, int no_mmap, g4_error *err) {
     return failed;
 }
 
+int g4_path_is_file(const char *path) { return os_kind(path) == PATH_FILE; }
+
 void g4_file_close(g4_file *f) {
     if (f->mapped) os_unmap(f->data, f->size);
     else free((void *)f->data);

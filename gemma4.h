@@ -222,6 +222,84 @@ typedef struct g4_sampling {
  * depends on seed and n alone, so a seed gives one text on every machine. suppress [n_suppress] are never chosen. */
 G4_API int32_t g4_sample(const g4_sampling *how, float *logits, int V, const int32_t *history, size_t n, const int32_t *suppress, int n_suppress, g4_error *err);
 
+/* -- chat (chat.c) -- */
+
+/* Google's two chat templates for Gemma 4: E2B and E4B have one, the larger models the other. */
+typedef enum g4_chat_family { G4_CHAT_SMALL, G4_CHAT_LARGE } g4_chat_family;
+
+typedef struct g4_chat_marker {
+    size_t at, n; /* bytes of the prompt's text */
+} g4_chat_marker;
+
+typedef struct g4_chat_prompt {
+    char *text;              /* [n], then NUL; begins with <bos> */
+    size_t n;
+    g4_chat_marker *markers; /* [n_markers] the special tokens that the template wrote, in order; what looks like one elsewhere came with the request */
+    size_t n_markers;
+    int in_reasoning;        /* the prompt ends inside <|channel>thought: the answer goes on there */
+    uint32_t n_media;        /* images, audio, video: the text has placeholders, which this model cannot fill */
+    uint32_t n_unknown;      /* parts of a content that the template passes over */
+} g4_chat_prompt;
+
+/* request [n]: a JSON object with messages, and if wanted tools, enable_thinking, preserve_thinking, add_generation_prompt; other members are passed over.
+ * What transformers' apply_chat_template renders, to the byte; what it refuses is refused. */
+G4_API int g4_chat_render(const char *request, size_t n, g4_chat_family family, g4_chat_prompt *prompt, g4_error *err);
+G4_API void g4_chat_prompt_free(g4_chat_prompt *prompt);
+
+enum { G4_CHAT_PARSE_REQUEST = 1 /* text of the request that looks like a special token is one, as in transformers; else it is ordinary text */ };
+
+/* The prompt's ids, from <bos> on; nothing is to be added. *ids is malloc'd, free it with g4_free. */
+G4_API int g4_chat_encode(const g4_tokenizer *tok, const g4_chat_prompt *prompt, int flags, int32_t **ids, size_t *n_ids, g4_error *err);
+
+/* Whether a chat template's Jinja text is one of the two. */
+G4_API int g4_chat_recognise(const char *template_text, size_t n, g4_chat_family *family);
+/* The family of a checkpoint: by its chat_template.jinja, tokenizer_config.json or GGUF key; where it has none, or one that is not known here, by its
+ * per-layer inputs, with a warning that says which template is used. config may be NULL: the width of those inputs is then read from the files. */
+G4_API int g4_chat_family_of(const char *path, const g4_config *config, const g4_options *options, g4_chat_family *family, g4_error *err);
+
+/* Reading the ids that a model answers with, one by one. Parts are told apart by the ids of <|channel>, <|tool_call> and the like, never by their text. */
+typedef enum g4_part_kind {
+    G4_PART_REASONING,     /* text [n]: more of it, in whole characters, without the label and the newline that the template puts around it */
+    G4_PART_CONTENT,       /* text [n]: more of it */
+    G4_PART_TOOL_CALL,     /* a whole call of `name`: text [n] is its arguments, an object in strict JSON */
+    G4_PART_BAD_TOOL_CALL  /* text [n]: a call as the model wrote it, markers too; `fault` says why it is none */
+} g4_part_kind;
+
+typedef struct g4_part {
+    g4_part_kind kind;
+    const char *text, *name; /* valid during the call */
+    size_t n, n_name;
+    const char *fault;       /* one line */
+} g4_part;
+
+typedef void g4_answer_fn(void *user, const g4_part *part);
+typedef struct g4_answer g4_answer;
+
+/* in_reasoning: the prompt's. Ids that end a turn may be pushed or not. g4_answer_end gives what was held back, once. */
+G4_API g4_answer *g4_answer_open(const g4_tokenizer *tok, int in_reasoning, g4_answer_fn *each, void *user, g4_error *err);
+G4_API void g4_answer_close(g4_answer *a);
+G4_API int g4_answer_push(g4_answer *a, int32_t id, g4_error *err);
+G4_API int g4_answer_end(g4_answer *a, g4_error *err);
+
+typedef struct g4_tool_call {
+    char *name, *text;      /* as in g4_part; name NULL: a bad call */
+    size_t n_name, n;
+    char *fault;            /* NULL: none */
+} g4_tool_call;
+
+typedef struct g4_message {
+    char *reasoning;        /* [n_reasoning], then NUL */
+    size_t n_reasoning;
+    char *content;          /* [n_content], then NUL */
+    size_t n_content;
+    g4_tool_call *calls;    /* [n_calls] in the order of the answer */
+    int n_calls;
+} g4_message;
+
+/* All ids at once: what the parts would add up to. */
+G4_API int g4_answer_read(const g4_tokenizer *tok, int in_reasoning, const int32_t *ids, size_t n, g4_message *message, g4_error *err);
+G4_API void g4_message_free(g4_message *message);
+
 /* ---- Part 2: for the project's own files, and for backends --------------------------------------------------------------- */
 
 typedef enum g4_dtype {
@@ -319,6 +397,7 @@ typedef struct g4_file {
 } g4_file;
 int g4_file_open(g4_file *f, const char *path, int no_mmap, g4_error *err);
 void g4_file_close(g4_file *f);
+int g4_path_is_file(const char *path); /* it is there, and no directory */
 
 /* safetensors, for checkpoints and for trace files. Tensors cover the data section exactly; anything else is an error. */
 typedef struct g4_st_tensor {
@@ -401,6 +480,11 @@ const char *g4_gguf_string(const unsigned char **p, size_t *n);
 int g4_gguf_bind(g4_gguf *g, g4_model *model, const g4_options *options, g4_error *err);
 size_t g4_gguf_bytes(const g4_gguf *g);
 const char *g4_gguf_ignored(const g4_gguf *g, int i);
+
+/* -- chat.c -- */
+
+/* g4_chat_render for a request that is parsed already, and may be part of another value. */
+int g4_chat_render_json(const g4_json *j, uint32_t request, g4_chat_family family, g4_chat_prompt *prompt, g4_error *err);
 
 /* -- gemma4.c -- */
 

@@ -196,14 +196,14 @@ static void prepare_system(int *argc, char ***argv) {
 
 /* ---- Options ------------------------------------------------------------------------------------------------------------- */
 
-enum { RUN = 1, TOKENIZE = 2, DETOKENIZE = 4, LOGITS = 8, TRACE = 16, DIFF = 32, HASH = 64, SCORE = 128, INFO = 256, HELP = 512, BENCH = 1024 };
+enum { RUN = 1, TOKENIZE = 2, DETOKENIZE = 4, LOGITS = 8, TRACE = 16, DIFF = 32, HASH = 64, SCORE = 128, INFO = 256, HELP = 512, BENCH = 1024, TEMPLATE = 4096 };
 enum { FORWARD = RUN | LOGITS | TRACE | HASH | SCORE, SIZED = FORWARD | INFO | BENCH };
 
 typedef struct arguments {
     const char *model;              /* NULL: the shipped one */
     const char **rest;              /* [n_rest] other arguments without a dash */
     int n_rest;
-    const char *prompt, *file, *ids, *seed, *output, *tensors, *backend, *precision, *only, *profile;
+    const char *prompt, *file, *ids, *seed, *output, *tensors, *backend, *precision, *only, *profile, *family;
     int64_t n, top_k, threads, ctx, chunk;                   /* -1: not given */
     double temp, top_p, min_p, repeat_penalty, rtol, atol, seconds; /* -1: not given */
     int ignore_eos, escape, bos, jsonl, skip_special, json, no_mmap, full, quiet, help;
@@ -257,6 +257,7 @@ static const option options[] = {
     {NULL, "--chunk", "N", INTEGER, AT(chunk), 1, 65536, SIZED, "prompt tokens computed at once (128); changes speed and memory, never a bit"},
     {NULL, "--precision", "P", TEXT, AT(precision), 0, 0, SIZED, "f32, or bf16: rounds where transformers with dtype=bfloat16 does (f32)"},
     {NULL, "--no-mmap", NULL, FLAG, AT(no_mmap), 0, 0, SIZED, "read the weights into memory instead of mapping them"},
+    {NULL, "--family", "NAME", TEXT, AT(family), 0, 0, TEMPLATE, "small or large: Google's template for E2B and E4B, or for the larger models; MODEL is not opened"},
     {"-q", "--quiet", NULL, FLAG, AT(quiet), 0, 0, ~0, "nothing on stderr but errors"},
     {"-h", "--help", NULL, FLAG, AT(help), 0, 0, ~0, "this text"},
 };
@@ -1160,6 +1161,24 @@ static int command_info(const arguments *a) {
     return 0;
 }
 
+/* ---- template ------------------------------------------------------------------------------------------------------------- */
+
+static int command_template(const arguments *a) {
+    g4_error err;
+    g4_chat_prompt prompt;
+    g4_chat_family family = a->family && !strcmp(a->family, "large") ? G4_CHAT_LARGE : G4_CHAT_SMALL;
+    if (a->family && strcmp(a->family, "small") && strcmp(a->family, "large")) fatal("--family: expected small or large, found \"%s\"", a->family);
+    if (!a->family && g4_chat_family_of(model_path(a), NULL, &(g4_options){.warn = warn}, &family, &err)) fatal("%s", err.text);
+    buffer request = read_input(NULL);
+    if (g4_chat_render(request.data, request.n, family, &prompt, &err)) fatal("%s", err.text);
+    if (prompt.n_media) note("warning: %u images, audio or video have only a placeholder in this text", (unsigned)prompt.n_media);
+    if (prompt.n_unknown) note("warning: the template passed over %u parts of a type that it does not know", (unsigned)prompt.n_unknown);
+    fwrite(prompt.text, 1, prompt.n, stdout);
+    g4_chat_prompt_free(&prompt);
+    free(request.data);
+    return 0;
+}
+
 /* ---- bench ---------------------------------------------------------------------------------------------------------------- */
 
 static int command_bench(const arguments *a) {
@@ -1206,6 +1225,8 @@ static const command commands[] = {
     {"score", SCORE, command_score, 1, 0, "[MODEL] [-p TEXT | -f FILE | --ids A,B,...] [options]",
      "The log-probability of each token given those before it, their sum, and the perplexity."},
     {"info", INFO, command_info, 1, 0, "[MODEL] [options]", "What the model is: layers, parameters, bytes read per token, memory at this --ctx."},
+    {"template", TEMPLATE, command_template, 1, 0, "[MODEL] [--family NAME]",
+     "A chat to the text that the model reads: one JSON request on standard input (messages, tools, enable_thinking, preserve_thinking, add_generation_prompt)."},
     {"bench", BENCH, command_bench, 1, 0, "[MODEL] [options]",
      "Tokens per second of prompts, decoding and batches, by all backends in turns, beside what this machine can read and compute."},
     {"help", HELP, command_help, 0, 1, "[COMMAND]", "This text, or that of a command."},
