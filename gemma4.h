@@ -170,6 +170,15 @@ G4_API int g4_length(const g4_state *state, int seq); /* tokens held; -1 if ther
  * token at that position would see; 0 always works. */
 G4_API int g4_truncate(g4_state *state, int seq, int length, g4_error *err);
 
+/* Makes sequence `to` hold the first `length` tokens of sequence `from`, as if they had been computed there; what it held is forgotten. Fails as
+ * g4_truncate does. from == to truncates. */
+G4_API int g4_copy(g4_state *state, int from, int to, int length, g4_error *err);
+
+/* A sequence to a file and back (statefile.c). ids [g4_length(state, seq)] are the caller's: the state does not know them. A file is tied to the
+ * weights and to the precision, not to ctx, chunk, backend or machine. Loading replaces what seq held; *ids [*n_ids] is freed with g4_free. */
+G4_API int g4_sequence_save(g4_state *state, int seq, const int32_t *ids, const char *path, g4_error *err);
+G4_API int g4_sequence_load(g4_state *state, int seq, const char *path, int32_t **ids, size_t *n_ids, g4_error *err);
+
 /* Called for each intermediate tensor, in the order of the forward pass, once per chunk. data [shape[0]]...[shape[rank-1]] is valid during
  * the call; shape[0] is the number of rows. Ask for the logits of all rows, or the last layers show only the rows asked for.
  * Names are those of `gemma4 trace`: embeddings, per_layer_inputs, layers.N.q, ..., layers.N.output, norm, logits. */
@@ -210,17 +219,133 @@ G4_API void g4_free(void *p);
 
 /* -- sampler (sampler.c) -- */
 
+/* Added to the logit of one id. */
+typedef struct g4_logit_bias {
+    int32_t id;
+    float bias; /* finite; OpenAI's range is -100 .. 100 */
+} g4_logit_bias;
+
+/* All zero but repeat_penalty (1) is greedy. Applied in the order of transformers' generate(): logit_bias, repeat_penalty, frequency and presence
+ * penalty, suppressed ids, temperature, top_k, top_p, min_p, then one draw. */
 typedef struct g4_sampling {
     float temperature;    /* 0 (or below 1e-5): greedy, ties to the lowest id */
     int top_k;            /* 0: off */
     float top_p, min_p;   /* 1: off; 0: off */
     float repeat_penalty; /* 1: off; as transformers' repetition_penalty, over all of history */
     uint64_t seed;
+    float frequency_penalty, presence_penalty; /* 0: off. As OpenAI: a logit loses count * frequency + (count > 0) * presence */
+    size_t n_prompt;      /* ids at the beginning of history that those two do not count: they count what was generated */
+    const g4_logit_bias *logit_bias; /* [n_logit_bias]; an id that occurs twice gets both */
+    int n_logit_bias;
 } g4_sampling;
+
+/* What generation_config.json asks for, with seed 0. */
+G4_API g4_sampling g4_default_sampling(const g4_model *model);
 
 /* Chooses the next token from logits [V] (changed in place), or -1 with err filled (NaN, nothing left). history [n] are the ids so far; the draw
  * depends on seed and n alone, so a seed gives one text on every machine. suppress [n_suppress] are never chosen. */
 G4_API int32_t g4_sample(const g4_sampling *how, float *logits, int V, const int32_t *history, size_t n, const int32_t *suppress, int n_suppress, g4_error *err);
+
+typedef struct g4_logprob {
+    int32_t id;
+    double logprob; /* natural logarithm of the probability */
+} g4_logprob;
+
+/* The model's own distribution: the softmax of logits [V] as g4_forward gave them (call it before g4_sample). *logprob gets that of id, and
+ * top [n] the n best, the best first, ties to the lowest id; NULL for what is not wanted. n <= V. */
+G4_API int g4_logprobs(const float *logits, int V, int32_t id, double *logprob, g4_logprob *top, int n, g4_error *err);
+
+/* -- engine (engine.c): many texts at once -- */
+
+/* Requests share one state. They are added at any time and leave at any step; each step is one g4_forward with the rows of all of them. What a
+ * request gives is the same to the bit as if it were alone, whatever runs beside it, was cached before or is proposed by look-up.
+ *
+ *     g4_engine *e = g4_engine_open(state, tok, NULL, &err);
+ *     g4_request r = {.prompt = ids, .n_prompt = n, .sampling = g4_default_sampling(model), .max_new = 100};
+ *     if (g4_engine_add(e, &r, &err) < 0) fprintf(stderr, "%s\n", err.text);
+ *     const g4_event *event;
+ *     while (g4_engine_pending(e))
+ *         for (int i = 0, n = g4_engine_step(e, &event); i < n; i++) fwrite(event[i].text, 1, event[i].n_text, stdout);
+ *
+ * One thread at a time may call these functions for one engine; a step takes as long as a g4_forward does. */
+typedef struct g4_engine g4_engine;
+
+typedef struct g4_engine_options {
+    int budget;             /* rows of one step: every running text has one, prompts get what is left, in equal parts (and a row at least). The most,
+                               and what 0 means, is the state's chunk; less makes the others wait less for a long prompt, which then takes longer */
+    int speculate;          /* tokens that a step may propose by look-up in the text so far, all requests together; 0: off */
+    int no_prefix_reuse;    /* every prompt is computed from its first token */
+    double (*clock)(void);  /* seconds that never go back, for the times in g4_engine_stats; NULL: they stay 0 */
+} g4_engine_options;
+
+typedef struct g4_request {
+    const int32_t *prompt;      /* [n_prompt], 1 .. ctx ids, BOS included where it belongs */
+    size_t n_prompt;
+    g4_sampling sampling;       /* n_prompt in it is set by the engine */
+    int max_new;                /* new tokens at most, and no more than the context has room for; 0: none */
+    int ignore_eos;             /* the model's own stop ids (g4_config.eos_token_id) do not end it */
+    const int32_t *stop_ids;    /* [n_stop_ids] others that do */
+    int n_stop_ids;
+    const char *const *stop;    /* [n_stop] strings that end the text before them, wherever tokens begin and end; UTF-8, not empty; they
+                                   need a tokenizer. One that is exactly a special token counts as that token's id */
+    int n_stop;
+    int logprobs;               /* 1: events carry the log-probability of their token in the model's own distribution */
+    int top_logprobs;           /* and those of this many best ones */
+    int decode_flags;           /* G4_SKIP_SPECIAL or 0 */
+    void *user;                 /* comes back in each event */
+} g4_request;
+
+typedef enum g4_finish {
+    G4_RUNNING,
+    G4_FINISH_STOP_ID,
+    G4_FINISH_STOP_STRING,
+    G4_FINISH_LENGTH,       /* max_new was reached, or the context is full */
+    G4_FINISH_CANCELLED,
+    G4_FINISH_ERROR
+} g4_finish;
+
+typedef struct g4_event {
+    int64_t request;        /* what g4_engine_add gave */
+    void *user;
+    int32_t token;          /* the new token; -1: none, the event only ends the request */
+    g4_finish finish;       /* not G4_RUNNING: this is the request's last event */
+    int32_t stop;           /* G4_FINISH_STOP_ID: the id, which is not part of the text; G4_FINISH_STOP_STRING: its number in the request */
+    const char *text;       /* [n_text] what is certain now and was not before, whole characters, no NUL after it. A stop string, and what may yet become
+                               one, is never in it. All pieces together are the text; without a tokenizer they are empty */
+    size_t n_text;
+    double logprob;         /* of token, if asked for */
+    const g4_logprob *top;  /* [n_top], best first */
+    int n_top;
+    int n_prompt, n_cached, n_new; /* tokens of the prompt, those of them that were not computed again, tokens given so far */
+    const char *error;      /* G4_FINISH_ERROR: one line; else NULL */
+} g4_event;
+
+typedef struct g4_engine_stats {
+    int waiting, active;    /* requests now: without a sequence yet, with one */
+    uint64_t forwards, rows; /* the rest since g4_engine_open: calls of g4_forward and their rows */
+    uint64_t prompt_tokens, cached_tokens; /* of all prompts: computed, taken over */
+    uint64_t new_tokens;
+    uint64_t proposed, accepted; /* by look-up */
+    double prompt_seconds, decode_seconds, sampling_seconds; /* g4_forward with rows of prompts, without; all else that a step does after it */
+} g4_engine_stats;
+
+/* All sequences of the state become the engine's until it is closed; how many there are (n_seqs) is how many requests run at once. tok may be NULL. */
+G4_API g4_engine *g4_engine_open(g4_state *state, const g4_tokenizer *tok, const g4_engine_options *options, g4_error *err);
+G4_API void g4_engine_close(g4_engine *e); /* the state and the tokenizer stay open */
+/* Everything in the request is copied. Gives its number, from 1 on, or -1. Nothing is computed yet; requests begin in the order in which they came. */
+G4_API int64_t g4_engine_add(g4_engine *e, const g4_request *request, g4_error *err);
+/* Its last event comes with the next step, which does not compute for it any more. -1: it has ended already, or never was. */
+G4_API int g4_engine_cancel(g4_engine *e, int64_t request);
+G4_API int g4_engine_pending(const g4_engine *e); /* requests whose last event has not come yet */
+/* One step. Gives the number of events, 0 while only prompts are in progress; *events is valid until the next call with this engine. What
+ * goes wrong ends the requests concerned with G4_FINISH_ERROR. */
+G4_API int g4_engine_step(g4_engine *e, const g4_event **events);
+G4_API void g4_engine_get_stats(const g4_engine *e, g4_engine_stats *stats);
+
+/* The longest beginning of ids [n] that is in the cache goes to a file; a file becomes a prefix that later prompts may begin with. Give the
+ * number of tokens, or -1 (nothing cached; no idle sequence; what g4_sequence_save and g4_sequence_load refuse). */
+G4_API int g4_engine_save(g4_engine *e, const int32_t *ids, size_t n, const char *path, g4_error *err);
+G4_API int g4_engine_load(g4_engine *e, const char *path, g4_error *err);
 
 /* -- chat (chat.c) -- */
 
