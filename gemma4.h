@@ -629,6 +629,11 @@ float g4_gelu_tanh(float x);
 double g4_exp(double x);
 double g4_log(double x); /* normal x > 0 */
 double g4_log_sum_exp(const float *x, int n); /* sampler.c */
+int g4_check_sampling(const g4_sampling *how, int V, g4_error *err); /* sampler.c: what g4_sample would refuse whatever the logits are */
+/* sampler.c: g4_sample without the draw. logits [V] become what the penalties and the temperature make of them; the ids that may be drawn are left at the
+ * front of ids [2 * V], in the order of the draw; gives their number. */
+int g4_candidates(const g4_sampling *how, float *logits, int V, const int32_t *history, size_t n, const int32_t *suppress, int n_suppress, int32_t *ids,
+                  g4_error *err);
 float g4_bf16_round(float x);              /* to the nearest bfloat16, ties to even */
 
 /* One layer's K/V cache. Position p of sequence s lies in row p % R. Sliding layers: R = min(ctx, W - 1 + chunk), a ring; full ones: R = ctx. */

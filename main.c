@@ -203,9 +203,10 @@ typedef struct arguments {
     const char *model;              /* NULL: the shipped one */
     const char **rest;              /* [n_rest] other arguments without a dash */
     int n_rest;
-    const char *prompt, *file, *ids, *seed, *output, *tensors, *backend, *precision, *only, *profile, *family;
+    const char *prompt, *file, *ids, *seed, *output, *tensors, *backend, *precision, *only, *profile, *family, *logit_bias;
     int64_t n, top_k, threads, ctx, chunk;                   /* -1: not given */
     double temp, top_p, min_p, repeat_penalty, rtol, atol, seconds; /* -1: not given */
+    double frequency_penalty, presence_penalty;
     int ignore_eos, escape, bos, jsonl, skip_special, json, no_mmap, full, quiet, help;
 } arguments;
 
@@ -233,6 +234,9 @@ static const option options[] = {
     {NULL, "--top-p", "X", NUMBER, AT(top_p), 0, 1, RUN, "only the best that together reach probability X; 1: all (generation_config.json)"},
     {NULL, "--min-p", "X", NUMBER, AT(min_p), 0, 1, RUN, "only tokens with at least X times the probability of the best (0)"},
     {NULL, "--repeat-penalty", "X", NUMBER, AT(repeat_penalty), 1e-6, 1e6, RUN, "above 1 makes tokens that occurred less likely (1)"},
+    {NULL, "--frequency-penalty", "X", NUMBER, AT(frequency_penalty), -100, 100, RUN, "taken from a token's logit for each time it was generated (0)"},
+    {NULL, "--presence-penalty", "X", NUMBER, AT(presence_penalty), -100, 100, RUN, "taken from the logit of each token that was generated (0)"},
+    {NULL, "--logit-bias", "ID:X,...", TEXT, AT(logit_bias), 0, 0, RUN, "added to the logits of these ids; -100 as good as forbids one"},
     {NULL, "--seed", "N", TEXT, AT(seed), 0, 0, RUN, "0 to 2^64 - 1; one seed gives one text everywhere (from the clock, and reported)"},
     {NULL, "--ignore-eos", NULL, FLAG, AT(ignore_eos), 0, 0, RUN, "do not end at a stop id"},
     {NULL, "--bos", NULL, FLAG, AT(bos), 0, 0, TOKENIZE, "begin with <bos>, unless the text does"},
@@ -692,13 +696,37 @@ static int is_stop_id(const g4_config *c, int32_t id) {
     return 0;
 }
 
-static g4_sampling sampling_of(const arguments *a, const g4_config *c) {
-    g4_sampling how = {.temperature = c->do_sample ? c->temperature : 0, .top_k = c->top_k, .top_p = c->top_p, .repeat_penalty = 1};
+/* A list like 5:-100,17:2.5. */
+static g4_logit_bias *parse_logit_bias(const char *text, int V, int *n) {
+    g4_logit_bias *list = allocate(strlen(text) / 2 + 1, sizeof *list);
+    char what[48], number[64];
+    *n = 0;
+    for (const char *c = text;; c++) {
+        int32_t id = 0;
+        const char *begin = c;
+        snprintf(what, sizeof what, "--logit-bias, item %d", *n + 1);
+        for (; *c >= '0' && *c <= '9'; c++)
+            if ((id = id * 10 + (*c - '0')) >= V) fatal("%s: expected an id from 0 to %d", what, V - 1);
+        size_t length = *c == ':' ? strcspn(c + 1, ",") : 0;
+        if (c == begin || !length || length >= sizeof number) fatal("%s: expected ID:NUMBER, like 5:-100, found \"%.40s\"", what, begin);
+        memcpy(number, c + 1, length);
+        number[length] = 0;
+        list[(*n)++] = (g4_logit_bias){id, (float)parse_number(what, number, -1e6, 1e6)};
+        c += 1 + length;
+        if (!*c) return list;
+    }
+}
+
+/* logit_bias in it is the caller's to free. */
+static g4_sampling sampling_of(const arguments *a, const g4_model *model) {
+    g4_sampling how = g4_default_sampling(model);
     if (a->temp >= 0) how.temperature = (float)a->temp;
     if (a->top_k >= 0) how.top_k = (int)a->top_k;
     if (a->top_p >= 0) how.top_p = (float)a->top_p;
     if (a->min_p >= 0) how.min_p = (float)a->min_p;
     if (a->repeat_penalty >= 0) how.repeat_penalty = (float)a->repeat_penalty;
+    how.frequency_penalty = (float)a->frequency_penalty, how.presence_penalty = (float)a->presence_penalty;
+    if (a->logit_bias) how.logit_bias = parse_logit_bias(a->logit_bias, g4_get_config(model)->vocab_size, &how.n_logit_bias);
     how.seed = a->seed ? parse_whole("--seed", a->seed, UINT64_MAX) : (uint64_t)time(NULL) * 1000003u + (uint64_t)(seconds() * 1e9);
     return how;
 }
@@ -708,7 +736,8 @@ static int command_run(const arguments *a) {
     session s = open_session(a, 0);
     const g4_config *c = s.config;
     g4_error err;
-    g4_sampling how = sampling_of(a, c);
+    g4_sampling how = sampling_of(a, s.model);
+    how.n_prompt = s.prompt.n;
     if (!a->ids && has_chat_template(s.path))
         note("hint: this model is instruction-tuned, and run continues raw text; chat speaks with it through its template");
     g4_decoder *decoder = a->ids ? NULL : g4_decoder_open(s.tokenizer, 0, &err);
@@ -763,6 +792,7 @@ static int command_run(const arguments *a) {
          decode_time > 0 ? decoded / decode_time : 0, (unsigned long long)how.seed);
     report_profile(&s, a->profile);
     g4_decoder_close(decoder);
+    free((void *)how.logit_bias);
     free(history);
     free(logits);
     close_session(&s);

@@ -44,8 +44,13 @@ if [ ! -x build/venv/bin/python ] || ! cmp -s reference/requirements.txt build/v
     "$PYTHON" -m venv build/venv && build/venv/bin/pip install --quiet -r reference/requirements.txt && cp reference/requirements.txt build/venv/
 fi
 # a fresh seed each time; CI takes one, so that a red run there means a change
+[ -n "${CI:-}" ] && seed=3 || seed=$$
 build/venv/bin/python test/live.py ${CI:+--seed 3} > "$log" 2>&1
 count $? live
+
+build/venv/bin/python -W ignore reference/sampling.py -o build/sampling.safetensors -n 10000 --vocab 1000 --seed "$seed" > "$log" 2>&1 &&
+    build/test_sampler ./gemma4 build/sampling.safetensors > "$log" 2>&1
+count $? sampling
 
 build/venv/bin/python -W ignore test/bf16.py fixtures > "$log" 2>&1
 count $? bf16

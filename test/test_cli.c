@@ -123,9 +123,9 @@ static void test_options(void) {
     expect_error("does not take --ctx", "$G diff --ctx 1 a b");
     static const char *const with_value[] = {
         "-p", "-f", "--ids", "-n", "--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty", "--seed", "--backend", "--threads",
-        "--ctx", "--chunk", "--precision"
+        "--ctx", "--chunk", "--precision", "--frequency-penalty", "--presence-penalty", "--logit-bias"
     };
-    for (int i = 0; i < 15; i++) expect_error("needs a value", "$G run $M %s", with_value[i]);
+    for (int i = 0; i < 18; i++) expect_error("needs a value", "$G run $M %s", with_value[i]);
     expect_error("takes no value", "$G run --ignore-eos=1");
     expect_error("one of -p, -f and --ids", "$G run -p x -f y");
     expect_error("one of -p, -f and --ids", "$G hash -p x --ids 1");
@@ -136,7 +136,9 @@ static void test_options(void) {
         "--temp 1e999", "--temp 0x1", "--temp 1,5", "--temp ''", "--temp 1e", "--temp true", "--temp '1 2'", "--top-k -1",
         "--top-k 99999999999", "--top-p 1.01", "--top-p -0.1", "--min-p 2", "--repeat-penalty 0", "--repeat-penalty -1", "--seed -1",
         "--seed 18446744073709551616", "--seed x", "--threads 0", "--threads 1025", "--threads x", "--ctx 0", "--ctx -1",
-        "--ctx 2147483648", "--ctx 1099511627776", "--chunk 0", "--chunk 65537", "--precision f16", "--precision ''"
+        "--ctx 2147483648", "--ctx 1099511627776", "--chunk 0", "--chunk 65537", "--precision f16", "--precision ''", "--frequency-penalty 101", "--frequency-penalty x", "--presence-penalty -101", "--logit-bias ''",
+        "--logit-bias 5", "--logit-bias 5:", "--logit-bias :5", "--logit-bias 160:1", "--logit-bias 99999999999:1", "--logit-bias 5:nan", "--logit-bias 5:1,",
+        "--logit-bias 5:1,,6:1", "--logit-bias -5:1", "--logit-bias 5:1e7"
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         char name[32];
@@ -443,6 +445,12 @@ static void test_run(void) {
     }
     sh("$G run $M --ids 9,8,7 -n 12 --temp 0 --ignore-eos -q --repeat-penalty 100 | tr ' ' '\\n' | sort -n | uniq -d");
     CHECK(status == 0 && !*out, "--repeat-penalty: %s", out);
+    for (int i = 0; i < 2; i++) {
+        sh("$G run $M --ids 9,8,7 -n 12 --temp 0 --ignore-eos -q --%s-penalty 100 | tr ' ' '\\n' | sort -n | uniq -d", i ? "presence" : "frequency");
+        CHECK(status == 0 && !*out, "--%s-penalty: %s", i ? "presence" : "frequency", out);
+    }
+    sh("$G run $M --ids 9,8,7 -n 3 --temp 0 --ignore-eos -q --logit-bias 5:1000,%d:1; $G run $M --ids 9,8,7 -n 1 --ignore-eos -q --temp 0 --logit-bias %d:-1e3", id[0], id[0]);
+    CHECK(status == 0 && !strncmp(out, "5 5 5\n", 6) && atoi(out + 6) != id[0], "--logit-bias: %s", out);
 }
 
 static void test_score(void) {

@@ -1,5 +1,10 @@
-/* test_sampler.c - the sampler against hand-calculated cases, its sets against a plain restatement of the rules by full sorting, and
- * its draws against their probabilities. */
+/* test_sampler.c - the sampler against transformers' processors, against hand-calculated cases, its sets against a plain restatement of the rules by full
+ * sorting, and its draws against their probabilities.
+ *
+ *     build/test_sampler ./gemma4          test/sampling.safetensors and the rest
+ *     build/test_sampler ./gemma4 FILE     a larger file of reference/sampling.py, and a million draws from each of five cases of the small one
+ */
+#define G4_EXACT_FLOAT
 #include "gemma4.h"
 #include "test.h"
 
@@ -324,7 +329,196 @@ static void test_functions(void) {
     CHECK(g4_log_sum_exp(huge, 2) == (double)3e38f, "no overflow");
 }
 
-int main(void) {
+/* OpenAI's formula by hand, and that it counts what was generated and nothing else. */
+static void test_openai_penalties(void) {
+    g4_error err;
+    g4_sampling how = off;
+    const int32_t history[6] = {0, 0, 3, 1, 1, 2};
+    for (int i = 0; i < 2; i++) {
+        float logits[5] = {4, 4, 4, 4, 4};
+        int32_t ids[10];
+        how.n_prompt = i ? 0 : 3;
+        how.frequency_penalty = 0.5f, how.presence_penalty = 0.25f;
+        int n = g4_candidates(&how, logits, 5, history, 6, NULL, 0, ids, &err);
+        const float expected[2][5] = {{4, 2.75f, 3.25f, 4, 4}, {2.75f, 2.75f, 3.25f, 3.25f, 4}};
+        CHECK(n == 5 && !memcmp(logits, expected[i], sizeof logits), "n_prompt %d: %g %g %g %g %g", (int)how.n_prompt, (double)logits[0], (double)logits[1],
+              (double)logits[2], (double)logits[3], (double)logits[4]);
+    }
+    float logits[5] = {0};
+    how.n_prompt = 7;
+    CHECK(g4_sample(&how, logits, 5, history, 6, NULL, 0, &err) == -1 && strstr(err.text, "n_prompt is 7"), "n_prompt beyond the history: %s", err.text);
+    const float wrong[3] = {NAN, INFINITY, -INFINITY};
+    for (int i = 0; i < 6; i++) {
+        g4_sampling bad = off;
+        *(i < 3 ? &bad.frequency_penalty : &bad.presence_penalty) = wrong[i % 3];
+        CHECK(pick(bad, logits, 5, 0, &err) == -1 && strstr(err.text, i < 3 ? "frequency_penalty" : "presence_penalty"), "penalty %d: %s", i, err.text);
+    }
+}
+
+static void test_bias(void) {
+    g4_error err;
+    g4_sampling how = off;
+    how.temperature = 0;
+    const float logits[4] = {1, 2, 3, 4};
+    const g4_logit_bias some[3] = {{0, 3.5f}, {3, -100}, {0, 0.5f}};
+    how.logit_bias = some, how.n_logit_bias = 3;
+    float copy[4];
+    memcpy(copy, logits, sizeof copy);
+    CHECK(g4_sample(&how, copy, 4, NULL, 0, NULL, 0, &err) == 0 && copy[0] == 5 && copy[3] == -96, "logit bias: %g %g", (double)copy[0], (double)copy[3]);
+    const g4_logit_bias wrong[4] = {{4, 1}, {-1, 1}, {0, NAN}, {0, INFINITY}};
+    for (int i = 0; i < 4; i++) {
+        how.logit_bias = &wrong[i], how.n_logit_bias = 1;
+        CHECK(pick(how, logits, 4, 0, &err) == -1 && strstr(err.text, "logit_bias"), "bias %d: %s", i, err.text);
+    }
+    /* a bias comes before the repetition penalty, so it can change the sign that decides how that one works */
+    const g4_logit_bias sign = {0, -3};
+    const int32_t history[1] = {0};
+    how.logit_bias = &sign, how.repeat_penalty = 2;
+    memcpy(copy, logits, sizeof copy);
+    CHECK(g4_sample(&how, copy, 4, history, 1, NULL, 0, &err) == 3 && copy[0] == -4, "bias, then repeat penalty: %g", (double)copy[0]);
+}
+
+static void test_logprobs(void) {
+    g4_error err;
+    const float logits[6] = {1, 3, 2, 3, -1, 0}, broken[2] = {1, NAN}, infinite[2] = {0, INFINITY};
+    const int order[6] = {1, 3, 2, 0, 5, 4};
+    g4_logprob top[6];
+    double one = 0, total = 0;
+    for (int i = 0; i < 6; i++) total += exp((double)logits[i]);
+    for (int n = 0; n <= 6; n++) {
+        CHECK(!g4_logprobs(logits, 6, 4, &one, top, n, &err) && fabs(one - (-1 - log(total))) < 1e-14, "%d best: %.17g", n, one);
+        for (int i = 0; i < n; i++)
+            CHECK(top[i].id == order[i] && fabs(top[i].logprob - (logits[order[i]] - log(total))) < 1e-14, "best %d of %d: id %d", i, n, (int)top[i].id);
+    }
+    CHECK(!g4_logprobs(logits, 6, 99, NULL, top, 1, &err), "no id wanted: %s", err.text);
+    CHECK(g4_logprobs(logits, 6, 6, &one, top, 1, &err) && g4_logprobs(logits, 6, -1, &one, top, 1, &err), "ids outside");
+    CHECK(g4_logprobs(logits, 6, 0, &one, top, 7, &err) && g4_logprobs(logits, 6, 0, &one, top, -1, &err), "more than there are");
+    CHECK(g4_logprobs(broken, 2, 0, &one, top, 1, &err) && g4_logprobs(infinite, 2, 0, &one, top, 1, &err), "NaN and infinity");
+}
+
+/* ---- transformers --------------------------------------------------------------------------------------------------------- */
+
+static const g4_st_tensor *tensor_of(const g4_safetensors *st, const char *name, int rank, const char *dtype) {
+    const g4_st_tensor *t = g4_safetensors_find(st, name);
+    if (t && t->rank == rank && !strcmp(t->dtype, dtype)) return t;
+    printf("FAILED test_sampler: no tensor %s %s of rank %d\n", dtype, name, rank);
+    exit(1);
+}
+
+/* Row r of a tensor [n][width] of 4-byte elements, into memory of this machine's byte order; gives width. */
+static int row_of(const g4_st_tensor *t, int64_t r, void *to) {
+    int width = t->rank == 2 ? (int)t->shape[1] : 1;
+    for (int i = 0; i < width; i++) {
+        const unsigned char *p = t->data + 4 * ((size_t)r * (size_t)width + (size_t)i);
+        uint32_t bits = p[0] | p[1] << 8 | p[2] << 16 | (uint32_t)p[3] << 24;
+        memcpy((char *)to + 4 * i, &bits, 4);
+    }
+    return width;
+}
+
+static int without_padding(const int32_t *ids, int n) {
+    while (n && ids[n - 1] < 0) n--;
+    return n;
+}
+
+/* The statistic of N draws over the ids with probability p [V] as a normal deviate (Wilson and Hilferty 1931: within 0.01 here). Ids that are expected less
+ * than 5 times count as one; one that cannot be drawn at all and was makes it infinite. */
+static double chi_square_deviate(const int *seen, const float *p, int V, double N) {
+    double chi = 0, rare = 0, rare_seen = 0, total = 0;
+    int bins = 0;
+    for (int i = 0; i < V; i++) total += p[i] > 0 ? p[i] : 0;
+    for (int i = 0; i < V; i++) {
+        double expected = p[i] > 0 ? N * p[i] / total : 0;
+        if (!(p[i] > 0) && seen[i]) return INFINITY;
+        if (expected < 5) {
+            rare += expected, rare_seen += seen[i];
+        } else {
+            chi += (seen[i] - expected) * (seen[i] - expected) / expected;
+            bins++;
+        }
+    }
+    if (rare >= 5) chi += (rare_seen - rare) * (rare_seen - rare) / rare, bins++;
+    if (bins < 2) return 0;
+    double k = bins - 1;
+    return (cbrt(chi / k) - (1 - 2 / (9 * k))) / sqrt(2 / (9 * k));
+}
+
+/* Every case of a file of reference/sampling.py: the same ids are left, with the same probabilities within 1e-6. million: also that many draws of each of the
+ * first cases that leave more than 10 ids. */
+static void test_file(const char *path, int million) {
+    g4_error err;
+    g4_safetensors st;
+    if (g4_safetensors_open(&st, path, 0, &err)) {
+        CHECK(0, "%s", err.text);
+        return;
+    }
+    const g4_st_tensor *logits_at = tensor_of(&st, "logits", 2, "F32"), *history_at = tensor_of(&st, "history", 2, "I32");
+    const g4_st_tensor *n_prompt_at = tensor_of(&st, "n_prompt", 1, "I32"), *top_k_at = tensor_of(&st, "top_k", 1, "I32");
+    const g4_st_tensor *settings_at = tensor_of(&st, "settings", 2, "F32"), *suppress_at = tensor_of(&st, "suppress", 2, "I32");
+    const g4_st_tensor *bias_id_at = tensor_of(&st, "bias_id", 2, "I32"), *bias_at = tensor_of(&st, "bias", 2, "F32");
+    const g4_st_tensor *p_at = tensor_of(&st, "probabilities", 2, "F32");
+    int V = (int)logits_at->shape[1], other_sets = 0, draws = 0;
+    int64_t n_cases = logits_at->shape[0];
+    double worst = 0;
+    float *logits = malloc(4 * (size_t)V), *p = malloc(4 * (size_t)V), *ours = malloc(4 * (size_t)V);
+    int32_t *ids = malloc(8 * (size_t)V);
+    int *seen = malloc(sizeof *seen * (size_t)V);
+    for (int64_t c = 0; c < n_cases; c++) {
+        int32_t history[64], suppress[16], bias_id[16], n_prompt, top_k;
+        float settings[6], bias[16];
+        g4_logit_bias biases[16];
+        int n = without_padding(history, row_of(history_at, c, history));
+        int n_suppress = without_padding(suppress, row_of(suppress_at, c, suppress));
+        int n_bias = without_padding(bias_id, row_of(bias_id_at, c, bias_id));
+        row_of(bias_at, c, bias), row_of(settings_at, c, settings), row_of(n_prompt_at, c, &n_prompt), row_of(top_k_at, c, &top_k);
+        row_of(logits_at, c, logits), row_of(p_at, c, p);
+        for (int i = 0; i < n_bias; i++) biases[i] = (g4_logit_bias){bias_id[i], bias[i]};
+        g4_sampling how = {.temperature = settings[0], .top_p = settings[1], .min_p = settings[2], .repeat_penalty = settings[3],
+                           .frequency_penalty = settings[4], .presence_penalty = settings[5], .top_k = top_k, .n_prompt = (size_t)n_prompt,
+                           .logit_bias = biases, .n_logit_bias = n_bias};
+        int m = g4_candidates(&how, logits, V, history, (size_t)n, suppress, n_suppress, ids, &err);
+        double total = 0;
+        float best = -INFINITY;
+        for (int i = 0; i < m; i++) best = fmaxf(best, logits[ids[i]]);
+        for (int i = 0; i < V; i++) ours[i] = -1;
+        for (int i = 0; i < m; i++) total += exp((double)logits[ids[i]] - best);
+        for (int i = 0; i < m; i++) ours[ids[i]] = (float)(exp((double)logits[ids[i]] - best) / total);
+        int same = m > 0;
+        for (int i = 0; i < V; i++) {
+            same &= (ours[i] < 0) == (p[i] < 0);
+            double difference = fabs((double)ours[i] - p[i]);
+            if (same && !(difference <= worst)) worst = difference;
+        }
+        other_sets += !same;
+        if (!million || m <= 10 || draws == 5) continue;
+        draws++;
+        memset(seen, 0, sizeof *seen * (size_t)V);
+        for (int i = 0; i < 1000000; i++) {
+            row_of(logits_at, c, logits);
+            how.seed = (uint64_t)i;
+            int32_t id = g4_sample(&how, logits, V, history, (size_t)n, suppress, n_suppress, &err);
+            if (id >= 0) seen[id]++;
+        }
+        double deviate = chi_square_deviate(seen, p, V, 1e6);
+        CHECK(deviate < 3.09, "case %d: a million draws from %d ids are %.2f standard deviations off; 3.09 is p = 0.001", (int)c, m, deviate);
+    }
+    CHECK(n_cases >= 100 && other_sets == 0, "%s: of %d cases, %d leave other ids than transformers", path, (int)n_cases, other_sets);
+    CHECK(worst < 1e-6, "%s: a probability is %.3g off", path, worst);
+    printf("%s: %d cases, largest difference of a probability %.3g, %d times a million draws\n", path, (int)n_cases, worst, draws);
+    free(logits), free(p), free(ours), free(ids), free(seen);
+    g4_safetensors_close(&st);
+}
+
+int main(int argc, char **argv) {
+    if (argc > 2) {
+        test_file(argv[2], 0);
+        test_file("test/sampling.safetensors", 1);
+        return test_done("test_sampler");
+    }
+    test_file("test/sampling.safetensors", 0);
+    test_openai_penalties();
+    test_bias();
+    test_logprobs();
     test_greedy();
     test_parameters();
     test_overflow();
