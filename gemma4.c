@@ -505,7 +505,8 @@ struct g4_state {
 
     /* host */
     int *length;              /* [n_seqs] tokens held */
-    int *written;             /* [n_seqs] highest length since it was 0: what the rings hold ends there */
+    int *oldest;              /* [n_seqs] the first position that the sliding layers' rings still hold; what was before it is overwritten */
+    int ring;                 /* R of the sliding layers; ctx if there are none */
     int *count;               /* [n_seqs] scratch of g4_forward */
     int32_t *host_rows;       /* [6][C] scratch of g4_forward: token, seq, pos, index of the wanted rows, their seq and pos */
 
@@ -765,7 +766,7 @@ int g4_forward(g4_state *s, const g4_row *rows, int T, float *logits, g4_error *
         if (logits) logits += (size_t)wanted * s->model->config.vocab_size;
         for (int i = 0; i < n; i++) {
             int length = ++s->length[seq[i]];
-            s->written[seq[i]] = MAX(s->written[seq[i]], length);
+            s->oldest[seq[i]] = MAX(s->oldest[seq[i]], length - s->ring);
         }
     }
     return 0;
@@ -773,20 +774,61 @@ int g4_forward(g4_state *s, const g4_row *rows, int T, float *logits, g4_error *
 
 int g4_length(const g4_state *s, int seq) { return seq < 0 || seq >= s->options.n_seqs ? -1 : s->length[seq]; }
 
-int g4_truncate(g4_state *s, int seq, int length, g4_error *err) {
-    const g4_config *c = &s->model->config;
+/* Whether the first `length` tokens of a sequence are still there: all that the next token would see. */
+static int check_length(const g4_state *s, int seq, int length, g4_error *err) {
+    int window = s->model->config.sliding_window, oldest;
     if (seq < 0 || seq >= s->options.n_seqs) return g4_fail(err, "sequence %d is not in 0..%d", seq, s->options.n_seqs - 1);
     if (length < 0 || length > s->length[seq])
         return g4_fail(err, "sequence %d holds %d tokens and cannot be truncated to %d", seq, s->length[seq], length);
-    for (int l = 0; l < c->num_hidden_layers && length; l++) {
-        const g4_kv *kv = &s->kv[l];
-        int oldest = s->written[seq] - kv->R; /* the ring holds the positions from here on */
-        if (kv->k && MAX(0, length - kv->window + 1) < oldest)
-            return g4_fail(err, "sequence %d cannot be truncated to %d tokens: the sliding layers still hold positions %d to %d, so lengths from %d on work, and 0; "
-                                "a larger chunk keeps more", seq, length, oldest, s->written[seq] - 1, oldest + kv->window - 1);
+    oldest = s->oldest[seq];
+    if (length && MAX(0, length - window + 1) < oldest)
+        return g4_fail(err, "sequence %d cannot be truncated to %d tokens: the sliding layers still hold positions %d to %d, so lengths from %d on work, and 0; "
+                            "a larger chunk keeps more", seq, length, oldest, s->length[seq] - 1, oldest + window - 1);
+    return 0;
+}
+
+int g4_truncate(g4_state *s, int seq, int length, g4_error *err) {
+    if (check_length(s, seq, length, err)) return -1;
+    g4_state_set(s, seq, length, length ? s->oldest[seq] : 0);
+    return 0;
+}
+
+int g4_state_rows(g4_state *s, int store, int layer, int seq, int first, int n, float *k, float *v) {
+    const g4_backend *op = s->run.backend;
+    const g4_kv *kv = &s->kv[layer];
+    for (int g = 0; g < kv->G; g++)
+        for (int i = 0, run; i < n; i += run) {
+            run = MIN(n - i, kv->R - (first + i) % kv->R); /* up to where the ring begins again */
+            size_t at = kv_offset(kv, seq, g, first + i), host = ((size_t)g * n + i) * kv->dh, bytes = sizeof(float) * (size_t)run * kv->dh;
+            if (store ? op->upload(kv->k + at, k + host, bytes) || op->upload(kv->v + at, v + host, bytes)
+                      : op->download(k + host, kv->k + at, bytes) || op->download(v + host, kv->v + at, bytes)) return -1;
+        }
+    return 0;
+}
+
+void g4_state_set(g4_state *s, int seq, int length, int oldest) { s->length[seq] = length, s->oldest[seq] = oldest; }
+
+const g4_model *g4_state_get_model(const g4_state *s) { return s->model; }
+
+int g4_copy(g4_state *s, int from, int to, int length, g4_error *err) {
+    const g4_config *c = &s->model->config;
+    if (to < 0 || to >= s->options.n_seqs) return g4_fail(err, "sequence %d is not in 0..%d", to, s->options.n_seqs - 1);
+    if (check_length(s, from, length, err)) return -1;
+    if (from == to || !length) return g4_truncate(s, to, length, err);
+    size_t most = 0;
+    for (int l = 0; l < c->num_hidden_layers; l++) most = MAX(most, (size_t)s->kv[l].G * s->kv[l].dh);
+    float *k = most && (size_t)length <= SIZE_MAX / 8 / most ? malloc(2 * sizeof *k * most * (size_t)length) : NULL, *v = k ? k + most * (size_t)length : NULL;
+    if (!k) return g4_fail(err, "out of memory for copying %d tokens", length);
+    int failed = 0;
+    g4_state_set(s, to, 0, 0);
+    for (int l = 0; l < c->num_hidden_layers && !failed; l++) {
+        if (!s->kv[l].k) continue;
+        int first = c->layers[l].type == G4_SLIDING_ATTENTION ? s->oldest[from] : 0;
+        failed = g4_state_rows(s, 0, l, from, first, length - first, k, v) || g4_state_rows(s, 1, l, to, first, length - first, k, v);
     }
-    s->length[seq] = length;
-    if (!length) s->written[seq] = 0;
+    free(k);
+    if (failed) return g4_fail(err, "%s: copying a sequence failed", s->run.backend->name);
+    g4_state_set(s, to, length, s->oldest[from]);
     return 0;
 }
 
@@ -821,6 +863,7 @@ static size_t lay_out(g4_state *s, char *base, size_t *kv_bytes) {
     const g4_config *c = &s->model->config;
     const g4_state_options *o = &s->options;
     layout at = {base, 0, 0};
+    s->ring = o->ctx;
     size_t C = (size_t)o->chunk, D = (size_t)c->hidden_size, LP = (size_t)c->num_hidden_layers * c->hidden_size_per_layer_input;
     size_t H = (size_t)c->num_attention_heads, q = 0, kv = 0, F = (size_t)c->hidden_size_per_layer_input, K = (size_t)c->top_k_experts;
     for (int l = 0; l < c->num_hidden_layers; l++) {
@@ -832,6 +875,7 @@ static size_t lay_out(g4_state *s, char *base, size_t *kv_bytes) {
         /* a ring keeps what the first row of a chunk still sees while the last one is written */
         int window = lc->type == G4_SLIDING_ATTENTION ? c->sliding_window : o->ctx;
         int64_t R = lc->type == G4_SLIDING_ATTENTION ? MIN((int64_t)o->ctx, (int64_t)window - 1 + o->chunk) : o->ctx;
+        s->ring = MIN(s->ring, (int)R);
         s->kv[l] = (g4_kv){.G = lc->num_key_value_heads, .dh = lc->head_dim, .R = (int)R, .window = window};
         size_t row = (size_t)lc->num_key_value_heads * lc->head_dim;
         s->kv[l].k = take(&at, (size_t)o->n_seqs, (size_t)R, row);
@@ -887,10 +931,10 @@ static g4_state *begin_state(const g4_model *model, const g4_state_options *opti
         s->model = model, s->options = o;
         s->run = (g4_run){.backend = model->backend, .threads = o.threads, .precision = o.precision};
         s->kv = calloc((size_t)c->num_hidden_layers, sizeof *s->kv);
-        s->length = calloc((size_t)o.n_seqs, sizeof(int)), s->written = calloc((size_t)o.n_seqs, sizeof(int)), s->count = calloc((size_t)o.n_seqs, sizeof(int));
+        s->length = calloc((size_t)o.n_seqs, sizeof(int)), s->oldest = calloc((size_t)o.n_seqs, sizeof(int)), s->count = calloc((size_t)o.n_seqs, sizeof(int));
         s->host_rows = calloc((size_t)o.chunk * 6, sizeof(int32_t));
     }
-    if (!s || !s->kv || !s->length || !s->written || !s->count || !s->host_rows) {
+    if (!s || !s->kv || !s->length || !s->oldest || !s->count || !s->host_rows) {
         g4_state_close(s);
         return g4_fail(err, "out of memory for a state of %d sequences", o.n_seqs), NULL;
     }
@@ -915,7 +959,7 @@ g4_state *g4_state_open(const g4_model *model, const g4_state_options *options, 
 void g4_state_close(g4_state *s) {
     if (!s) return;
     if (s->memory) s->run.backend->release(s->memory);
-    free(s->kv), free(s->length), free(s->written), free(s->count), free(s->host_rows);
+    free(s->kv), free(s->length), free(s->oldest), free(s->count), free(s->host_rows);
     free(s);
 }
 

@@ -170,6 +170,8 @@ G4_API int g4_length(const g4_state *state, int seq); /* tokens held; -1 if ther
  * token at that position would see; 0 always works. */
 G4_API int g4_truncate(g4_state *state, int seq, int length, g4_error *err);
 
+G4_API const g4_model *g4_state_get_model(const g4_state *state);
+
 /* Makes sequence `to` hold the first `length` tokens of sequence `from`, as if they had been computed there; what it held is forgotten. Fails as
  * g4_truncate does. from == to truncates. */
 G4_API int g4_copy(g4_state *state, int from, int to, int length, g4_error *err);
@@ -635,6 +637,11 @@ int g4_check_sampling(const g4_sampling *how, int V, g4_error *err); /* sampler.
 int g4_candidates(const g4_sampling *how, float *logits, int V, const int32_t *history, size_t n, const int32_t *suppress, int n_suppress, int32_t *ids,
                   g4_error *err);
 float g4_bf16_round(float x);              /* to the nearest bfloat16, ties to even */
+
+/* K/V rows first .. first + n - 1 of a sequence, of a layer that owns its K/V: from the cache into k, v [G][n][dh], host memory, or (store) back. */
+int g4_state_rows(g4_state *s, int store, int layer, int seq, int first, int n, float *k, float *v);
+/* How many tokens a sequence holds from now on, and the first position whose K/V the sliding layers hold: for whoever stored rows. */
+void g4_state_set(g4_state *s, int seq, int length, int oldest);
 
 /* One layer's K/V cache. Position p of sequence s lies in row p % R. Sliding layers: R = min(ctx, W - 1 + chunk), a ring; full ones: R = ctx. */
 typedef struct g4_kv {
