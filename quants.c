@@ -4,9 +4,11 @@
  * the same 16 lanes whatever the file holds. Nor does it quantise.
  *
  * Reading order: the blocks of 32, of which Q4_0 shows what they share; then those of 256, in which each 16 or 32 values have a small integer scale of
- * their own. A struct is the block as it lies in the file: it has bytes only, so it has no padding, no byte order and any address. Float operations
- * stand in the order in which ggml's formula has them, each rounded once, so a finite weight has the bits of `gguf.quants.dequantize`. A scale that is
- * infinite or NaN gives what IEEE 754 says: NaN where gguf-py has NaN, but which of the NaNs is the processor's choice.
+ * their own. A struct is the block as it lies in the file: it has bytes only, so it has no padding, no byte order and any address.
+ *
+ * Every product is exact: a half has 11 bits, scale times value at most 12, a float 24. Only the sum with a minimum rounds. So a finite weight is its
+ * formula's value rounded once, whatever the order, and has the bits of `gguf.quants.dequantize`, the sign of a zero too. Where a scale is infinite or
+ * NaN the result is what IEEE 754 says, NaN where gguf-py has NaN; which of the NaNs is the processor's choice.
  */
 #define G4_EXACT_FLOAT
 #include "gemma4.h"
