@@ -32,6 +32,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
 /* ---- 1. Messages, and a sort -------------------------------------------------------------------------------------------- */
 
 /* A name from a file may hold anything; in a message it is one short line. */
@@ -703,6 +705,25 @@ static void os_unmap(const unsigned char *data, size_t size) {
     UnmapViewOfFile(data);
 }
 
+/* PrefetchVirtualMemory: since Windows 8, so it is asked for by name. */
+static void os_prefetch(const unsigned char *data, size_t size) {
+    struct {
+        const void *address;
+        SIZE_T size;
+    } range = {data, size};
+    FARPROC address = GetProcAddress(GetModuleHandleA("kernel32"), "PrefetchVirtualMemory");
+    BOOL(WINAPI *prefetch)(HANDLE, ULONG_PTR, void *, ULONG) = NULL;
+    memcpy(&prefetch, &address, sizeof prefetch);
+    if (prefetch) prefetch(GetCurrentProcess(), 1, &range, 0);
+}
+
+static void os_expect_random(const unsigned char *data, size_t size) { (void)data, (void)size; }
+
+static uint64_t os_memory(void) {
+    MEMORYSTATUSEX status = {.dwLength = sizeof status};
+    return GlobalMemoryStatusEx(&status) ? status.ullTotalPhys : 0;
+}
+
 static int64_t os_read(os_file file, unsigned char *to, size_t n) {
     DWORD got = 0;
     return ReadFile(file, to, n < 1 << 30 ? (DWORD)n : 1 << 30, &got, NULL) ? (int64_t)got : -1;
@@ -768,13 +789,37 @@ static const unsigned char *os_map(os_file file, size_t size) {
     return NULL;
 }
 static void os_unmap(const unsigned char *data, size_t size) { (void)data, (void)size; }
+static void os_prefetch(const unsigned char *data, size_t size) { (void)data, (void)size; }
+static void os_expect_random(const unsigned char *data, size_t size) { (void)data, (void)size; }
 #else
 static const unsigned char *os_map(os_file file, size_t size) {
     void *data = mmap(NULL, size, PROT_READ, MAP_PRIVATE, file, 0);
     return data == MAP_FAILED ? NULL : data;
 }
 static void os_unmap(const unsigned char *data, size_t size) { munmap((void *)data, size); }
+
+/* Advice for the pages that hold data [size] of a mapping. It may be refused: then they are read when they are touched. */
+static void advise(const unsigned char *data, size_t size, int advice) {
+    long page = sysconf(_SC_PAGESIZE);
+    size_t before = page > 0 ? (uintptr_t)data % (size_t)page : 0;
+    (void)!posix_madvise((void *)(data - before), size + before, advice);
+}
+
+/* The system begins to read data [size]. */
+static void os_prefetch(const unsigned char *data, size_t size) { advise(data, size, POSIX_MADV_WILLNEED); }
+
+/* Here and there a little of data [size] will be read: nothing is to be read ahead. */
+static void os_expect_random(const unsigned char *data, size_t size) { advise(data, size, POSIX_MADV_RANDOM); }
 #endif
+
+/* Bytes of this machine; 0: not known. */
+static uint64_t os_memory(void) {
+#ifdef _SC_PHYS_PAGES
+    long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
+    if (pages > 0 && page > 0) return (uint64_t)pages * (uint64_t)page;
+#endif
+    return 0;
+}
 
 static int64_t os_read(os_file file, unsigned char *to, size_t n) {
     ssize_t got;
@@ -793,11 +838,18 @@ static int os_list(const char *path, void (*each)(void *user, const char *name),
 
 #endif
 
+enum { PIECE = 64 << 20 }; /* bytes between two reports of progress */
+
+static void report(const g4_options *options, const char *path, uint64_t done, uint64_t total) {
+    if (options && options->progress) options->progress(options->user, path, done, total);
+}
+
 /* The size is asked for once, here; whoever shortens a mapped file afterwards stops the process that reads it (no_mmap does not). */
-int g4_file_open(g4_file *f, const char *path, int no_mmap, g4_error *err) {
+int g4_file_load(g4_file *f, const char *path, const g4_options *options, g4_error *err) {
     char text[256];
     os_file file = 0;
     uint64_t size = 0;
+    const int no_mmap = options && options->no_mmap;
     *f = (g4_file){0};
     if (os_open(&file, path, &size, err)) return -1;
     int failed = 0;
@@ -810,7 +862,10 @@ int g4_file_open(g4_file *f, const char *path, int no_mmap, g4_error *err) {
         unsigned char *data = malloc(size ? (size_t)size : 1);
         size_t have = 0;
         int64_t got = 1;
-        while (data && have < size && (got = os_read(file, data + have, (size_t)size - have)) > 0) have += (size_t)got;
+        while (data && have < size && (got = os_read(file, data + have, (size_t)MIN(size - have, PIECE))) > 0) {
+            have += (size_t)got;
+            report(options, path, have, size);
+        }
         if (!data)
             failed = g4_fail(err, "%s: no memory for its %llu bytes%s%s", path, (unsigned long long)size,
                              no_mmap ? "" : ", and it cannot be mapped: ", no_mmap ? "" : text);
@@ -827,6 +882,7 @@ int g4_file_open(g4_file *f, const char *path, int no_mmap, g4_error *err) {
 }
 
 int g4_path_is_file(const char *path) { return os_kind(path) == PATH_FILE; }
+int g4_file_open(g4_file *f, const char *path, int no_mmap, g4_error *err) { return g4_file_load(f, path, &(g4_options){.no_mmap = no_mmap}, err); }
 
 void g4_file_close(g4_file *f) {
     if (f->mapped) os_unmap(f->data, f->size);
@@ -1488,7 +1544,13 @@ static int add_file(g4_checkpoint *k, const char *directory, const char *name, c
     weights_file *f = &files[k->n_files++];
     *f = (weights_file){.path = join_path(directory, name)};
     if (!f->path) return g4_fail(err, "%s: out of memory", directory);
-    if (g4_safetensors_open(&f->st, f->path, options && options->no_mmap, err)) return -1;
+    g4_file file;
+    if (g4_file_load(&file, f->path, options, err)) return -1;
+    if (g4_safetensors_parse(&f->st, file.data, file.size, f->path, err)) {
+        g4_file_close(&file);
+        return -1;
+    }
+    f->st.file = file;
     k->bytes += f->st.file.size;
     return 0;
 }
@@ -1889,6 +1951,31 @@ static int begins_with_gguf(const char *path) {
     return yes;
 }
 
+/* Asks for the weights in the order in which the first token will read them; the system reads on while it computes. Of a row of the table of per-layer
+ * embeddings nothing tells which will come next, so that reading ahead there is for nothing. */
+static void prefetch(const g4_model *m, const char *path, const g4_options *options) {
+    enum { HEAD = 256 << 20 };
+    const int per_layer = sizeof(g4_layer) / sizeof(g4_tensor), n = m->config.num_hidden_layers * per_layer; /* a g4_layer is nothing but tensors */
+    const g4_tensor *table = &m->embed_tokens_per_layer;
+    g4_prefetch mode = options ? options->prefetch : G4_PREFETCH_AUTO;
+    uint64_t total = 0, done = 0, bytes = g4_checkpoint_bytes(m);
+    if ((options && options->no_mmap) || mode == G4_PREFETCH_NONE) return;
+    if (mode == G4_PREFETCH_AUTO) mode = bytes <= os_memory() / 2 ? G4_PREFETCH_ALL : G4_PREFETCH_HEAD;
+    if (table->data) os_expect_random(table->data, (size_t)table->rows * g4_row_bytes(table));
+    for (int pass = 0; pass < 2; pass++)
+        for (int i = -1; i <= n; i++) {
+            const g4_tensor *t = i < 0 ? &m->per_layer_model_projection : i < n ? &m->layers[i / per_layer].input_layernorm + i % per_layer : &m->lm_head;
+            size_t size = t->data ? (size_t)t->rows * g4_row_bytes(t) : 0;
+            if (pass == 0) total += size;
+            for (size_t at = 0; pass == 1 && at < size; at += MIN(size - at, PIECE)) {
+                if (mode == G4_PREFETCH_HEAD && done >= HEAD) return;
+                os_prefetch((const unsigned char *)t->data + at, MIN(size - at, PIECE));
+                done += MIN(size - at, PIECE);
+                report(options, path, done, total);
+            }
+        }
+}
+
 int g4_checkpoint_open(g4_model *m, const char *path, const g4_options *options, g4_error *err) {
     char text[256];
     int kind = os_kind(path);
@@ -1899,10 +1986,13 @@ int g4_checkpoint_open(g4_model *m, const char *path, const g4_options *options,
     g4_checkpoint *k = m->checkpoint = calloc(1, sizeof *k);
     if (!k) return g4_fail(err, "%s: out of memory", path);
     if (gguf) {
-        k->gguf = g4_gguf_open(path, 0, options && options->no_mmap, err);
-        return k->gguf ? g4_gguf_bind(k->gguf, m, options, err) : -1;
+        k->gguf = g4_gguf_open(path, 0, options, err);
+        if (!k->gguf || g4_gguf_bind(k->gguf, m, options, err)) return -1;
+    } else if (open_config(m, path, options, err) || open_weights(m, path, options, err)) {
+        return -1;
     }
-    return open_config(m, path, options, err) || open_weights(m, path, options, err) ? -1 : 0;
+    prefetch(m, path, options);
+    return 0;
 }
 
 void g4_checkpoint_close(g4_model *m) {

@@ -87,10 +87,21 @@ typedef enum g4_precision {
     G4_BF16 /* rounds to bfloat16 where transformers with dtype=bfloat16 does; sums stay float32 */
 } g4_precision;
 
+/* What the system is asked to read ahead of the first token from a mapped checkpoint. Advice: no bit depends on it. */
+typedef enum g4_prefetch {
+    G4_PREFETCH_AUTO, /* all if the checkpoint fits half of this machine's memory, else head */
+    G4_PREFETCH_NONE, /* nothing: pages are read when they are touched */
+    G4_PREFETCH_HEAD, /* the first layers; the rest when it is touched */
+    G4_PREFETCH_ALL   /* every weight that a token may read, in the order of the forward pass; not the table of per-layer embeddings */
+} g4_prefetch;
+
 typedef struct g4_options {
     const char *backend;                          /* NULL: the fastest exact one that can run here */
     int no_mmap;                                  /* read the files into memory instead of mapping them */
+    g4_prefetch prefetch;
     void (*warn)(void *user, const char *text);   /* one line each; NULL: warnings are dropped */
+    /* While g4_open reads a file or asks for weights, `done` of `total` bytes so far, a few times a second; NULL: nobody asks. */
+    void (*progress)(void *user, const char *path, uint64_t done, uint64_t total);
     void *user;
 } g4_options;
 
@@ -523,6 +534,7 @@ typedef struct g4_file {
     int mapped;
 } g4_file;
 int g4_file_open(g4_file *f, const char *path, int no_mmap, g4_error *err);
+int g4_file_load(g4_file *f, const char *path, const g4_options *options, g4_error *err); /* the same with its no_mmap and progress; NULL: none */
 void g4_file_close(g4_file *f);
 int g4_path_is_file(const char *path); /* it is there, and no directory */
 
@@ -595,7 +607,7 @@ enum { G4_GGUF_STRING = 8 };   /* a type */
 typedef struct g4_gguf g4_gguf;
 
 /* Reads the header of a file and, of a split model's first part, those of the others. keys_only: nothing behind the keys is looked at, and no other part. */
-g4_gguf *g4_gguf_open(const char *path, int keys_only, int no_mmap, g4_error *err);
+g4_gguf *g4_gguf_open(const char *path, int keys_only, const g4_options *options, g4_error *err);
 void g4_gguf_close(g4_gguf *g);
 const g4_gguf_key *g4_gguf_find(const g4_gguf *g, const char *name); /* NULL: no such key */
 /* Element i of a key's value, of any integer type or bool, or of any number's: 0, or -1 if it is none. */

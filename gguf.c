@@ -359,13 +359,13 @@ static int read_tensors(cursor *c, const part *f, tensor *tensors, uint64_t n) {
 }
 
 /* Opens one more file. */
-static int add_part(g4_gguf *g, const char *path, int keys_only, int no_mmap, g4_error *err) {
+static int add_part(g4_gguf *g, const char *path, int keys_only, const g4_options *options, g4_error *err) {
     uint64_t n = 0;
     part *f = &g->parts[g->n_parts++];
     f->path = malloc(strlen(path) + 1);
     if (!f->path) return g4_fail(err, "%s: out of memory", path);
     strcpy(f->path, path);
-    if (g4_file_open(&f->file, path, no_mmap, err)) return -1;
+    if (g4_file_load(&f->file, path, options, err)) return -1;
     cursor c = {.begin = f->file.data, .p = f->file.data, .end = f->file.data + f->file.size, .path = path, .err = err};
     if (read_keys(&c, f, &n)) return -1;
     if (keys_only) return 0;
@@ -379,7 +379,7 @@ static int add_part(g4_gguf *g, const char *path, int keys_only, int no_mmap, g4
 }
 
 /* The other parts of a split file, NAME-00001-of-00003.gguf and so on, beside the first. */
-static int add_other_parts(g4_gguf *g, const char *path, int count, int no_mmap, g4_error *err) {
+static int add_other_parts(g4_gguf *g, const char *path, int count, const g4_options *options, g4_error *err) {
     char tail[32];
     size_t n = strlen(path), m = (size_t)snprintf(tail, sizeof tail, "-00001-of-%05d.gguf", count);
     if (n < m || strcmp(path + n - m, tail))
@@ -396,7 +396,7 @@ static int add_other_parts(g4_gguf *g, const char *path, int count, int no_mmap,
         snprintf(tail, sizeof tail, "-%05d-of-%05d.gguf", i + 1, count);
         memcpy(name, path, n - m);
         strcpy(name + n - m, tail);
-        failed = add_part(g, name, 0, no_mmap, err);
+        failed = add_part(g, name, 0, options, err);
         const part *f = &g->parts[i];
         no = -1, parts_of = count;
         if (!failed) failed = part_int(f, "split.no", 0, 65535, &no, err) || part_int(f, "split.count", 0, 65535, &parts_of, err) ? -1 : 0;
@@ -411,16 +411,16 @@ static int add_other_parts(g4_gguf *g, const char *path, int count, int no_mmap,
     return failed;
 }
 
-g4_gguf *g4_gguf_open(const char *path, int keys_only, int no_mmap, g4_error *err) {
+g4_gguf *g4_gguf_open(const char *path, int keys_only, const g4_options *options, g4_error *err) {
     g4_gguf *g = calloc(1, sizeof *g);
     int64_t no = 0, count = 1;
     if (g) g->parts = calloc(1, sizeof *g->parts);
-    int failed = !g || !g->parts ? g4_fail(err, "%s: out of memory", path) : add_part(g, path, keys_only, no_mmap, err);
+    int failed = !g || !g->parts ? g4_fail(err, "%s: out of memory", path) : add_part(g, path, keys_only, options, err);
     if (!failed) failed = part_int(&g->parts[0], "split.no", 0, 65535, &no, err) || part_int(&g->parts[0], "split.count", 0, 65535, &count, err) ? -1 : 0;
     if (!failed && no > 0)
         failed = g4_fail(err, "%s: is part %lld of the %lld that a model was split into; give the first, whose name ends in -00001-of-%05lld.gguf", path,
                          (long long)no + 1, (long long)count, (long long)count);
-    if (!failed && count > 1 && !keys_only) failed = add_other_parts(g, path, (int)count, no_mmap, err);
+    if (!failed && count > 1 && !keys_only) failed = add_other_parts(g, path, (int)count, options, err);
     if (!failed) {
         g->order = malloc(((size_t)g->n + 1) * sizeof *g->order);
         g->ignored = malloc(((size_t)g->n + 1) * sizeof *g->ignored);

@@ -60,6 +60,14 @@ static void warn(void *user, const char *text) {
     note("warning: %s", text);
 }
 
+/* Of g4_open, once a second and not in the first: most models are open before. */
+static void show_progress(void *user, const char *path, uint64_t done, uint64_t total) {
+    double *next = user;
+    if (seconds() < *next) return;
+    *next = seconds() + 1;
+    note("%s: %.0f of %.0f MB", path, 1e-6 * (double)done, 1e-6 * (double)total);
+}
+
 /* Sends on what was printed. A reader that went away (head, less) is no news to anybody: no message, but the status tells. */
 void flush_results(void) {
     if (!fflush(stdout) && !ferror(stdout)) return;
@@ -203,7 +211,7 @@ typedef struct arguments {
     const char *model;              /* NULL: the shipped one */
     const char **rest;              /* [n_rest] other arguments without a dash */
     int n_rest;
-    const char *prompt, *file, *ids, *seed, *output, *tensors, *backend, *precision, *only, *profile, *family, *logit_bias;
+    const char *prompt, *file, *ids, *seed, *output, *tensors, *backend, *precision, *only, *profile, *family, *logit_bias, *prefetch;
     int64_t n, top_k, threads, ctx, chunk;                   /* -1: not given */
     double temp, top_p, min_p, repeat_penalty, rtol, atol, seconds; /* -1: not given */
     double frequency_penalty, presence_penalty;
@@ -262,6 +270,8 @@ static const option options[] = {
     {NULL, "--precision", "P", TEXT, AT(precision), 0, 0, SIZED, "f32, or bf16: rounds where transformers with dtype=bfloat16 does (f32)"},
     {NULL, "--no-mmap", NULL, FLAG, AT(no_mmap), 0, 0, SIZED, "read the weights into memory instead of mapping them"},
     {NULL, "--family", "NAME", TEXT, AT(family), 0, 0, TEMPLATE, "small or large: Google's template for E2B and E4B, or for the larger models; MODEL is not opened"},
+    {NULL, "--prefetch", "none|head|all", TEXT, AT(prefetch), 0, 0, SIZED,
+     "what the system is asked to read before the first token needs it (auto: all if the model fits half of the memory, else head)"},
     {"-q", "--quiet", NULL, FLAG, AT(quiet), 0, 0, ~0, "nothing on stderr but errors"},
     {"-h", "--help", NULL, FLAG, AT(help), 0, 0, ~0, "this text"},
 };
@@ -508,7 +518,13 @@ static session open_model(const arguments *a) {
     if (a->precision && strcmp(a->precision, "f32") && strcmp(a->precision, "bf16"))
         fatal("--precision: expected f32 or bf16, found \"%s\"", a->precision);
     s.path = model_path(a);
-    s.model = g4_open(s.path, &(g4_options){.backend = a->backend, .no_mmap = a->no_mmap, .warn = warn}, &err);
+    double next = seconds() + 1; /* when progress is shown */
+    static const char *const modes[] = {"auto", "none", "head", "all"}; /* g4_prefetch */
+    int mode = 0;
+    while (a->prefetch && mode < 4 && strcmp(a->prefetch, modes[mode])) mode++;
+    if (mode == 4) fatal("--prefetch: expected none, head, all or auto, found \"%s\"", a->prefetch);
+    s.model = g4_open(s.path, &(g4_options){.backend = a->backend, .no_mmap = a->no_mmap, .prefetch = (g4_prefetch)mode, .warn = warn,
+                                            .progress = show_progress, .user = &next}, &err);
     if (!s.model) fatal("%s", err.text);
     s.config = g4_get_config(s.model);
     if (a->ctx > s.config->max_position_embeddings)

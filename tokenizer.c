@@ -747,7 +747,7 @@ g4_tokenizer *g4_tokenizer_open(const char *path, g4_error *err) {
     g4_file_close(&file);
     if (is_gguf) {
         builder b = {.path = name, .err = err};
-        g4_gguf *g = g4_gguf_open(name, 1, 0, err);
+        g4_gguf *g = g4_gguf_open(name, 1, NULL, err);
         if (g && !read_gguf(&b, g)) t = b.tok;
         else g4_tokenizer_close(b.tok);
         g4_gguf_close(g);

@@ -123,9 +123,9 @@ static void test_options(void) {
     expect_error("does not take --ctx", "$G diff --ctx 1 a b");
     static const char *const with_value[] = {
         "-p", "-f", "--ids", "-n", "--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty", "--seed", "--backend", "--threads",
-        "--ctx", "--chunk", "--precision", "--frequency-penalty", "--presence-penalty", "--logit-bias"
+        "--ctx", "--chunk", "--precision", "--frequency-penalty", "--presence-penalty", "--logit-bias", "--prefetch"
     };
-    for (int i = 0; i < 18; i++) expect_error("needs a value", "$G run $M %s", with_value[i]);
+    for (int i = 0; i < 19; i++) expect_error("needs a value", "$G run $M %s", with_value[i]);
     expect_error("takes no value", "$G run --ignore-eos=1");
     expect_error("one of -p, -f and --ids", "$G run -p x -f y");
     expect_error("one of -p, -f and --ids", "$G hash -p x --ids 1");
@@ -136,7 +136,7 @@ static void test_options(void) {
         "--temp 1e999", "--temp 0x1", "--temp 1,5", "--temp ''", "--temp 1e", "--temp true", "--temp '1 2'", "--top-k -1",
         "--top-k 99999999999", "--top-p 1.01", "--top-p -0.1", "--min-p 2", "--repeat-penalty 0", "--repeat-penalty -1", "--seed -1",
         "--seed 18446744073709551616", "--seed x", "--threads 0", "--threads 1025", "--threads x", "--ctx 0", "--ctx -1",
-        "--ctx 2147483648", "--ctx 1099511627776", "--chunk 0", "--chunk 65537", "--precision f16", "--precision ''", "--frequency-penalty 101", "--frequency-penalty x", "--presence-penalty -101", "--logit-bias ''",
+        "--ctx 2147483648", "--ctx 1099511627776", "--chunk 0", "--chunk 65537", "--precision f16", "--precision ''", "--prefetch most", "--frequency-penalty 101", "--frequency-penalty x", "--presence-penalty -101", "--logit-bias ''",
         "--logit-bias 5", "--logit-bias 5:", "--logit-bias :5", "--logit-bias 160:1", "--logit-bias 99999999999:1", "--logit-bias 5:nan", "--logit-bias 5:1,",
         "--logit-bias 5:1,,6:1", "--logit-bias -5:1", "--logit-bias 5:1e7"
     };
@@ -273,9 +273,9 @@ static void test_trace(void) {
     char expected[64], more[256];
     snprintf(expected, sizeof expected, "%016llx\n", (unsigned long long)hash);
     static const char *const ways[] = {
-        "", "--chunk 1", "--chunk 3 --threads 1", "--chunk 7 --threads 3", "--ctx 20", "--no-mmap", "--backend scalar"
+        "", "--chunk 1", "--chunk 3 --threads 1", "--chunk 7 --threads 3", "--ctx 20", "--no-mmap", "--backend scalar", "--prefetch none", "--prefetch all"
     };
-    for (int i = 0; i < 7; i++) {
+    for (int i = 0; i < 9; i++) {
         sh("$G hash $M --ids %s -q %s", ids, ways[i]);
         CHECK(status == 0 && !strcmp(out, expected) && !*err_text, "hash %s: %s%s, expected %s", ways[i], out, err_text, expected);
     }
