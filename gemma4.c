@@ -103,8 +103,8 @@ float g4_expf(float x) {
 
 /* 0.5 ulp. */
 float g4_tanhf(float x) {
-    double t = fabs((double)x), y;
-    if (t < 1e-4) return (float)(x - (double)x * x * x / 3); /* the quotient below would cancel */
+    double t = fabs((double)x), z = t * t, y;
+    if (t < 0.02) return (float)(x - x * z * (1.0 / 3 - z * (2.0 / 15 - z * (17.0 / 315)))); /* the quotient below would cancel */
     if (t > 10) return x > 0 ? 1.0f : -1.0f;
     if (x != x) return x;
     y = exp_double(2 * t);
