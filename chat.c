@@ -266,6 +266,7 @@ typedef struct value {
 typedef struct renderer {
     const g4_json *j;
     uint32_t request;     /* the node that paths in messages begin at */
+    const g4_chat_settings *settings;
     text out;
     g4_chat_prompt *prompt;
     size_t marker_room;
@@ -1084,6 +1085,8 @@ static int has_tools(renderer *r, value tools) {
     return any;
 }
 
+static int flag(renderer *r, int setting, const char *name) { return setting >= 0 ? setting : truthy(r, get(r, value_of(r, r->request), name)); }
+
 typedef enum last_part { LAST_OTHER, LAST_TOOL_CALL, LAST_TOOL_RESPONSE } last_part;
 
 static void render(renderer *r, g4_chat_family family) {
@@ -1095,8 +1098,9 @@ static void render(renderer *r, g4_chat_family family) {
     if (r->failed) return;
     for (iterator i = iterate(r, messages); next(r, &i, &message);)
         if (message.kind != G4_JSON_OBJECT) refuse_value(r, message, "an object");
-    tools = get(r, request, "tools");
-    int any_tools = has_tools(r, tools), think = truthy(r, get(r, request, "enable_thinking")), preserve = truthy(r, get(r, request, "preserve_thinking"));
+    const g4_chat_settings *how = r->settings;
+    tools = how->no_tools ? (value){.kind = UNDEFINED, .node = r->request, .s = "tools", .n = 5} : get(r, request, "tools");
+    int any_tools = has_tools(r, tools), think = flag(r, how->enable_thinking, "enable_thinking"), preserve = flag(r, how->preserve_thinking, "preserve_thinking");
 
     special(r, "<bos>");
     uint32_t first = r->j->nodes[messages.node].first, n_messages = r->j->nodes[messages.node].size;
@@ -1186,7 +1190,7 @@ static void render(renderer *r, g4_chat_family family) {
         after_assistant = is(role, "assistant");
     }
 
-    if (!truthy(r, get(r, request, "add_generation_prompt"))) return;
+    if (!flag(r, how->add_generation_prompt, "add_generation_prompt")) return;
     if (last == LAST_OTHER) {
         special(r, "<|turn>");
         literal(r, "model\n");
@@ -1202,9 +1206,9 @@ static void render(renderer *r, g4_chat_family family) {
     }
 }
 
-int g4_chat_render_json(const g4_json *j, uint32_t request, g4_chat_family family, g4_chat_prompt *prompt, g4_error *err) {
+int g4_chat_render_json(const g4_json *j, uint32_t request, g4_chat_family family, const g4_chat_settings *settings, g4_chat_prompt *prompt, g4_error *err) {
     *prompt = (g4_chat_prompt){0};
-    renderer r = {.j = j, .request = request, .prompt = prompt, .err = err};
+    renderer r = {.j = j, .request = request, .settings = settings, .prompt = prompt, .err = err};
     render(&r, family);
     prompt->text = r.out.s;
     prompt->n = r.out.n;
@@ -1216,7 +1220,8 @@ int g4_chat_render(const char *request, size_t n, g4_chat_family family, g4_chat
     g4_json j;
     *prompt = (g4_chat_prompt){0};
     if (g4_json_parse(&j, request, n, "the request", err)) return -1;
-    int failed = g4_chat_render_json(&j, 0, family, prompt, err);
+    const g4_chat_settings as_requested = {-1, -1, -1, 0};
+    int failed = g4_chat_render_json(&j, 0, family, &as_requested, prompt, err);
     g4_json_free(&j);
     return failed;
 }
