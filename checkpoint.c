@@ -890,6 +890,17 @@ void g4_file_close(g4_file *f) {
     *f = (g4_file){0};
 }
 
+/* By its first bytes: Ollama's files have no suffix. */
+int g4_is_gguf(const char *path) {
+    os_file file;
+    uint64_t size;
+    unsigned char magic[4];
+    if (os_open(&file, path, &size, NULL)) return 0;
+    int yes = os_read(file, magic, 4) == 4 && !memcmp(magic, "GGUF", 4);
+    os_close(file);
+    return yes;
+}
+
 /* DIRECTORY/NAME; free it. */
 static char *join_path(const char *directory, const char *name) {
     size_t n = strlen(directory), m = strlen(name);
@@ -1940,17 +1951,6 @@ static int open_weights(g4_model *m, const char *directory, const g4_options *op
     return failed || make_table(k, directory, err) || bind_model(m, directory, options, err) ? -1 : 0;
 }
 
-/* By its first bytes: Ollama's files have no suffix. */
-static int begins_with_gguf(const char *path) {
-    os_file file;
-    uint64_t size;
-    unsigned char magic[4];
-    if (os_open(&file, path, &size, NULL)) return 0;
-    int yes = os_read(file, magic, 4) == 4 && !memcmp(magic, "GGUF", 4);
-    os_close(file);
-    return yes;
-}
-
 /* Asks for the weights in the order in which the first token will read them; the system reads on while it computes. Of a row of the table of per-layer
  * embeddings nothing tells which will come next, so that reading ahead there is for nothing. */
 static void prefetch(const g4_model *m, const char *path, const g4_options *options) {
@@ -1980,7 +1980,7 @@ int g4_checkpoint_open(g4_model *m, const char *path, const g4_options *options,
     char text[256];
     int kind = os_kind(path);
     if (kind == PATH_MISSING) return g4_fail(err, "%s: cannot open: %s", path, os_error(text));
-    int gguf = kind == PATH_FILE && (has_suffix(path, ".gguf") || has_suffix(path, ".GGUF") || begins_with_gguf(path));
+    int gguf = kind == PATH_FILE && (has_suffix(path, ".gguf") || has_suffix(path, ".GGUF") || g4_is_gguf(path));
     if (kind == PATH_FILE && !gguf)
         return g4_fail(err, "%s: is a file, and no GGUF file; expected one, or a directory with config.json and model.safetensors", path);
     g4_checkpoint *k = m->checkpoint = calloc(1, sizeof *k);

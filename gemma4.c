@@ -1069,8 +1069,8 @@ static int upload_weights(g4_model *m, g4_error *err) {
     if (!m->device) return g4_fail(err, "out of memory");
     for (int i = 0; i < total; i++) {
         g4_tensor *t = i < n_top ? top[i] : (g4_tensor *)&m->layers[(i - n_top) / per_layer] + (i - n_top) % per_layer;
-        size_t bytes = (size_t)t->rows * (size_t)t->cols * (t->type == G4_TYPE_F32 ? 4 : 2);
         if (!t->data) continue;
+        size_t bytes = (size_t)t->rows * g4_row_bytes(t);
         if (t == &m->lm_head && t->data == embed_tokens) {
             t->data = m->embed_tokens.data;
             continue;

@@ -519,6 +519,7 @@ void g4_checkpoint_close(g4_model *model); /* frees config.layers and layers too
 /* For `info`: bytes of all files, and the tensors of the file that are not read; i = 0, 1, ...; NULL after the last. */
 size_t g4_checkpoint_bytes(const g4_model *model);
 const char *g4_checkpoint_ignored(const g4_model *model, int i);
+int g4_is_gguf(const char *path); /* a file that begins as GGUF files do */
 /* Sorts a [n] by compare(context, a[i], a[j]). Heapsort: no recursion, and no input makes it slow. */
 void g4_sort(uint32_t *a, uint32_t n, int (*compare)(const void *context, uint32_t x, uint32_t y), const void *context);
 G4_PRINTF(2, 3) void g4_warn(const g4_options *options, const char *format, ...);
@@ -617,6 +618,8 @@ int g4_gguf_double(const g4_gguf_key *k, uint64_t i, double *x);
 const char *g4_gguf_string(const unsigned char **p, size_t *n);
 /* Fills config and every weight of a zeroed model. The weights lie in the file: close it after the model. */
 int g4_gguf_bind(g4_gguf *g, g4_model *model, const g4_options *options, g4_error *err);
+/* The text at a key of a file, like tokenizer.chat_template; only the keys are read. *text is malloc'd, free it with g4_free; NULL: there is no such key. */
+int g4_gguf_text(const char *path, const char *key, char **text, size_t *n, g4_error *err);
 size_t g4_gguf_bytes(const g4_gguf *g);
 const char *g4_gguf_ignored(const g4_gguf *g, int i);
 

@@ -431,7 +431,7 @@ g4_gguf *g4_gguf_open(const char *path, int keys_only, const g4_options *options
         g4_sort(g->order, g->n, compare_tensors, g->tensors);
         for (uint32_t i = 1; i < g->n && !failed; i++)
             if (!compare_tensors(g->tensors, g->order[i - 1], g->order[i]))
-                failed = g4_fail(err, "%s: the tensor %s is there twice", path, show(g->tensors[g->order[i]].name, NAME_MAX_BYTES - 1).text);
+                failed = g4_fail(err, "%s: the tensor %s is there twice", path, show(g->tensors[g->order[i]].name, strlen(g->tensors[g->order[i]].name)).text);
     }
     if (!failed) return g;
     g4_gguf_close(g);
@@ -501,6 +501,25 @@ int g4_gguf_double(const g4_gguf_key *k, uint64_t i, double *x) {
     if (k->type == VALUE_BOOL || g4_gguf_int(k, i, &whole)) return -1;
     *x = (double)whole;
     return 0;
+}
+
+int g4_gguf_text(const char *path, const char *key, char **text, size_t *n, g4_error *err) {
+    g4_gguf *g = g4_gguf_open(path, 1, 0, err);
+    const g4_gguf_key *k = g ? g4_gguf_find(g, key) : NULL;
+    int failed = g ? 0 : -1;
+    *text = NULL;
+    *n = 0;
+    if (k && (k->is_array || k->type != VALUE_STRING)) {
+        failed = wrong(&g->parts[0], key, "a string", err);
+    } else if (k) {
+        const unsigned char *p = k->data;
+        const char *s = g4_gguf_string(&p, n);
+        *text = malloc(*n + 1);
+        if (!*text) failed = g4_fail(err, "%s: %s: no memory for %llu bytes", path, key, (unsigned long long)*n);
+        if (*text) memcpy(*text, s, *n), (*text)[*n] = 0;
+    }
+    g4_gguf_close(g);
+    return failed;
 }
 
 /* ---- 4. Config ---------------------------------------------------------------------------------------------------------- */

@@ -690,11 +690,18 @@ static void put_piece(const g4_tokenizer *tok, int32_t id) {
 
 /* ---- run ----------------------------------------------------------------------------------------------------------------- */
 
-/* An instruction-tuned checkpoint brings a chat template, of its own file or inside tokenizer_config.json. */
+/* An instruction-tuned checkpoint brings a chat template, of its own file or inside tokenizer_config.json or GGUF's keys. */
 static int has_chat_template(const char *path) {
     char name[PATH_ROOM];
     g4_file f;
     g4_json j;
+    char *template;
+    size_t size;
+    if (g4_is_gguf(path)) {
+        int found = !g4_gguf_text(path, "tokenizer.chat_template", &template, &size, NULL) && template;
+        g4_free(template);
+        return found;
+    }
     if (has_file(path, "chat_template.jinja")) return 1;
     if (snprintf(name, sizeof name, "%s/tokenizer_config.json", path) >= (int)sizeof name || g4_file_open(&f, name, 0, NULL)) return 0;
     int found = 0;
@@ -1118,7 +1125,7 @@ static sizes measure(const g4_model *m) {
     for (int l = 0; l < c->num_hidden_layers; l++) {
         const g4_tensor *t = (const g4_tensor *)&m->layers[l]; /* a g4_layer is tensors only */
         for (; t < (const g4_tensor *)&m->layers[l + 1]; t++) {
-            int expert = t == &m->layers[l].experts_gate_up_proj || t == &m->layers[l].experts_down_proj;
+            int expert = t == &m->layers[l].experts_gate_up_proj || t == &m->layers[l].experts_up_proj || t == &m->layers[l].experts_down_proj;
             s.parameters += count(t);
             add_streamed(&s, t, expert && c->num_experts ? (double)c->top_k_experts / c->num_experts : 1);
         }

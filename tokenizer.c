@@ -663,8 +663,9 @@ static int read_gguf(builder *b, const g4_gguf *g) {
     if (!holds_text(model, "gemma4") && !holds_text(g4_gguf_find(g, "tokenizer.ggml.pre"), "gemma4"))
         return g4_fail(b->err, "%s: tokenizer.ggml.model: expected \"gemma4\"%s; only tokenizers of Gemma 4's kind are supported", b->path,
             model ? ", found another" : ", found no such key");
-    const g4_gguf_key *tokens = string_array(b, g, "tokenizer.ggml.tokens", MAX_ID + 1), *merges = string_array(b, g, "tokenizer.ggml.merges", INT32_MAX / 2);
-    if (!tokens || !merges) return -1;
+    const g4_gguf_key *tokens = string_array(b, g, "tokenizer.ggml.tokens", MAX_ID + 1);
+    const g4_gguf_key *merges = tokens ? string_array(b, g, "tokenizer.ggml.merges", INT32_MAX / 2) : NULL;
+    if (!merges) return -1;
     if (types && (!types->is_array || types->n != tokens->n))
         return g4_fail(b->err, "%s: tokenizer.ggml.token_type: expected an array of %lld, one for each of tokenizer.ggml.tokens", b->path, (long long)tokens->n);
 
