@@ -205,7 +205,7 @@ G4_API const char *g4_version(void); /* of the library that runs: for programs t
 
 /* -- tokenizer (tokenizer.c) -- */
 
-/* Opens tokenizer.json: the file itself, or in a directory. Reads nothing else. */
+/* Opens tokenizer.json, the file itself or in a directory, or the tokenizer of a GGUF file. Reads nothing else. */
 G4_API g4_tokenizer *g4_tokenizer_open(const char *path, g4_error *err);
 G4_API void g4_tokenizer_close(g4_tokenizer *tok);
 
@@ -591,8 +591,8 @@ static inline const char *g4_json_string(const g4_json *j, uint32_t node) { retu
 
 /* -- tokenizer.c -- */
 
-/* g4_tokenizer_open from the text of a tokenizer.json; `what` names it in messages. */
-g4_tokenizer *g4_tokenizer_parse(const char *json, size_t n, const char *what, g4_error *err);
+/* g4_tokenizer_open from the text of a tokenizer.json, or from the bytes of a GGUF file; `what` names it in messages. */
+g4_tokenizer *g4_tokenizer_parse(const char *text, size_t n, const char *what, g4_error *err);
 
 /* -- gguf.c -- */
 
@@ -609,6 +609,8 @@ typedef struct g4_gguf g4_gguf;
 
 /* Reads the header of a file and, of a split model's first part, those of the others. keys_only: nothing behind the keys is looked at, and no other part. */
 g4_gguf *g4_gguf_open(const char *path, int keys_only, const g4_options *options, g4_error *err);
+/* The same from memory, which must stay; `what` names it in messages. */
+g4_gguf *g4_gguf_parse(const unsigned char *data, size_t size, const char *what, int keys_only, g4_error *err);
 void g4_gguf_close(g4_gguf *g);
 const g4_gguf_key *g4_gguf_find(const g4_gguf *g, const char *name); /* NULL: no such key */
 /* Element i of a key's value, of any integer type or bool, or of any number's: 0, or -1 if it is none. */

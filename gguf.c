@@ -82,7 +82,9 @@ typedef struct tensor {
 /* One file: the only one, or one of a split model. */
 typedef struct part {
     char *path;
-    g4_file file;
+    const unsigned char *data; /* [size] */
+    size_t size;
+    g4_file file;      /* where the data is; zero if it is the caller's */
     g4_gguf_key *keys; /* [n_keys] */
     uint32_t n_keys;
 } part;
@@ -347,26 +349,28 @@ static int read_tensors(cursor *c, const part *f, tensor *tensors, uint64_t n) {
         if (t->bytes > (uint64_t)INT64_MAX - mask - at) return g4_fail(c->err, "%s: %s ends beyond 2^63 bytes", c->path, place(c).text);
         at += (t->bytes + mask) & ~mask;
     }
-    uint64_t size = f->file.size, begin = ((uint64_t)(c->p - c->begin) + mask) & ~mask;
+    uint64_t size = f->size, begin = ((uint64_t)(c->p - c->begin) + mask) & ~mask;
     for (uint64_t i = 0; i < n; i++) {
         tensor *t = &tensors[i];
         if (begin > size || t->offset > size - begin || t->bytes > size - begin - t->offset)
             return g4_fail(c->err, "%s: tensor %s ends at byte %llu, but the file has %llu (incomplete download?)", c->path, t->name,
                            (unsigned long long)(begin + t->offset + t->bytes), (unsigned long long)size);
-        t->data = f->file.data + begin + t->offset;
+        t->data = f->data + begin + t->offset;
     }
     return 0;
 }
 
-/* Opens one more file. */
-static int add_part(g4_gguf *g, const char *path, int keys_only, const g4_options *options, g4_error *err) {
+/* One more part of the model: data [size], or with data NULL the file. */
+static int add_part(g4_gguf *g, const char *path, const unsigned char *data, size_t size, int keys_only, const g4_options *options, g4_error *err) {
     uint64_t n = 0;
     part *f = &g->parts[g->n_parts++];
     f->path = malloc(strlen(path) + 1);
     if (!f->path) return g4_fail(err, "%s: out of memory", path);
     strcpy(f->path, path);
-    if (g4_file_load(&f->file, path, options, err)) return -1;
-    cursor c = {.begin = f->file.data, .p = f->file.data, .end = f->file.data + f->file.size, .path = path, .err = err};
+    if (!data && g4_file_load(&f->file, path, options, err)) return -1;
+    f->data = data ? data : f->file.data;
+    f->size = data ? size : f->file.size;
+    cursor c = {.begin = f->data, .p = f->data, .end = f->data + f->size, .path = path, .err = err};
     if (read_keys(&c, f, &n)) return -1;
     if (keys_only) return 0;
     tensor *tensors = realloc(g->tensors, ((size_t)g->n + (size_t)n + 1) * sizeof *tensors);
@@ -396,7 +400,7 @@ static int add_other_parts(g4_gguf *g, const char *path, int count, const g4_opt
         snprintf(tail, sizeof tail, "-%05d-of-%05d.gguf", i + 1, count);
         memcpy(name, path, n - m);
         strcpy(name + n - m, tail);
-        failed = add_part(g, name, 0, options, err);
+        failed = add_part(g, name, NULL, 0, 0, options, err);
         const part *f = &g->parts[i];
         no = -1, parts_of = count;
         if (!failed) failed = part_int(f, "split.no", 0, 65535, &no, err) || part_int(f, "split.count", 0, 65535, &parts_of, err) ? -1 : 0;
@@ -411,11 +415,11 @@ static int add_other_parts(g4_gguf *g, const char *path, int count, const g4_opt
     return failed;
 }
 
-g4_gguf *g4_gguf_open(const char *path, int keys_only, const g4_options *options, g4_error *err) {
+static g4_gguf *open_all(const char *path, const unsigned char *data, size_t size, int keys_only, const g4_options *options, g4_error *err) {
     g4_gguf *g = calloc(1, sizeof *g);
     int64_t no = 0, count = 1;
     if (g) g->parts = calloc(1, sizeof *g->parts);
-    int failed = !g || !g->parts ? g4_fail(err, "%s: out of memory", path) : add_part(g, path, keys_only, options, err);
+    int failed = !g || !g->parts ? g4_fail(err, "%s: out of memory", path) : add_part(g, path, data, size, keys_only, options, err);
     if (!failed) failed = part_int(&g->parts[0], "split.no", 0, 65535, &no, err) || part_int(&g->parts[0], "split.count", 0, 65535, &count, err) ? -1 : 0;
     if (!failed && no > 0)
         failed = g4_fail(err, "%s: is part %lld of the %lld that a model was split into; give the first, whose name ends in -00001-of-%05lld.gguf", path,
@@ -438,6 +442,12 @@ g4_gguf *g4_gguf_open(const char *path, int keys_only, const g4_options *options
     return NULL;
 }
 
+g4_gguf *g4_gguf_open(const char *path, int keys_only, const g4_options *options, g4_error *err) { return open_all(path, NULL, 0, keys_only, options, err); }
+
+g4_gguf *g4_gguf_parse(const unsigned char *data, size_t size, const char *what, int keys_only, g4_error *err) {
+    return open_all(what, data, size, keys_only, NULL, err);
+}
+
 void g4_gguf_close(g4_gguf *g) {
     if (!g) return;
     for (int i = 0; i < g->n_parts; i++) {
@@ -454,7 +464,7 @@ void g4_gguf_close(g4_gguf *g) {
 
 size_t g4_gguf_bytes(const g4_gguf *g) {
     size_t bytes = 0;
-    for (int i = 0; i < g->n_parts; i++) bytes += g->parts[i].file.size;
+    for (int i = 0; i < g->n_parts; i++) bytes += g->parts[i].size;
     return bytes;
 }
 

@@ -728,12 +728,19 @@ static int open_file(g4_file *f, const char *path, char **name, g4_error *err) {
     return failed;
 }
 
-g4_tokenizer *g4_tokenizer_parse(const char *json, size_t n, const char *what, g4_error *err) {
+g4_tokenizer *g4_tokenizer_parse(const char *text, size_t n, const char *what, g4_error *err) {
     g4_json j;
     builder b = {.path = what, .err = err};
-    if (g4_json_parse(&j, json, n, what, err)) return NULL;
-    int failed = read_json(&b, &j);
-    g4_json_free(&j);
+    int failed;
+    if (n >= 4 && !memcmp(text, "GGUF", 4)) {
+        g4_gguf *g = g4_gguf_parse((const unsigned char *)text, n, what, 1, err);
+        failed = g ? read_gguf(&b, g) : -1;
+        g4_gguf_close(g);
+    } else {
+        if (g4_json_parse(&j, text, n, what, err)) return NULL;
+        failed = read_json(&b, &j);
+        g4_json_free(&j);
+    }
     if (!failed) return b.tok;
     g4_tokenizer_close(b.tok);
     return NULL;
@@ -743,16 +750,8 @@ g4_tokenizer *g4_tokenizer_open(const char *path, g4_error *err) {
     g4_file file;
     char *name = NULL;
     if (open_file(&file, path, &name, err)) return NULL;
-    int is_gguf = file.size >= 4 && !memcmp(file.data, "GGUF", 4);
-    g4_tokenizer *t = is_gguf ? NULL : g4_tokenizer_parse((const char *)file.data, file.size, name, err);
+    g4_tokenizer *t = g4_tokenizer_parse((const char *)file.data, file.size, name, err);
     g4_file_close(&file);
-    if (is_gguf) {
-        builder b = {.path = name, .err = err};
-        g4_gguf *g = g4_gguf_open(name, 1, NULL, err);
-        if (g && !read_gguf(&b, g)) t = b.tok;
-        else g4_tokenizer_close(b.tok);
-        g4_gguf_close(g);
-    }
     free(name);
     return t;
 }
