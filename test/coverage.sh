@@ -4,7 +4,7 @@
 #
 # The core is to stay above 95 % of lines. The exit status is 0 if it does, and if the tests pass.
 set -u
-CORE="gemma4 checkpoint gguf tokenizer sampler" REST="tracefile main"
+CORE="gemma4 quants checkpoint gguf tokenizer sampler" REST="tracefile main"
 B=build/coverage
 log=$B/log
 
