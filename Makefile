@@ -40,7 +40,7 @@ CFLAGS_ALL = -std=gnu11 $(if $(findstring mingw,$(SYSTEM)),-D__USE_MINGW_ANSI_ST
 LIBS  = -lm $(BLAS)
 comma = ,
 
-CORE  = gemma4 backend_cpu quants checkpoint gguf tokenizer sampler chat answer statefile
+CORE  = gemma4 backend_cpu quants checkpoint gguf tokenizer sampler chat answer statefile engine
 
 # What links, with pkg-config's flags or by its name; then whether it can be told about threads.
 ifeq ($(BLIS),1)

@@ -774,8 +774,8 @@ int g4_forward(g4_state *s, const g4_row *rows, int T, float *logits, g4_error *
 
 int g4_length(const g4_state *s, int seq) { return seq < 0 || seq >= s->options.n_seqs ? -1 : s->length[seq]; }
 
-/* Whether the first `length` tokens of a sequence are still there: all that the next token would see. */
-static int check_length(const g4_state *s, int seq, int length, g4_error *err) {
+/* The first `length` tokens are there if all that the next token would see is. */
+int g4_state_check(const g4_state *s, int seq, int length, g4_error *err) {
     int window = s->model->config.sliding_window, oldest;
     if (seq < 0 || seq >= s->options.n_seqs) return g4_fail(err, "sequence %d is not in 0..%d", seq, s->options.n_seqs - 1);
     if (length < 0 || length > s->length[seq])
@@ -788,7 +788,7 @@ static int check_length(const g4_state *s, int seq, int length, g4_error *err) {
 }
 
 int g4_truncate(g4_state *s, int seq, int length, g4_error *err) {
-    if (check_length(s, seq, length, err)) return -1;
+    if (g4_state_check(s, seq, length, err)) return -1;
     g4_state_set(s, seq, length, length ? s->oldest[seq] : 0);
     return 0;
 }
@@ -813,7 +813,7 @@ const g4_model *g4_state_get_model(const g4_state *s) { return s->model; }
 int g4_copy(g4_state *s, int from, int to, int length, g4_error *err) {
     const g4_config *c = &s->model->config;
     if (to < 0 || to >= s->options.n_seqs) return g4_fail(err, "sequence %d is not in 0..%d", to, s->options.n_seqs - 1);
-    if (check_length(s, from, length, err)) return -1;
+    if (g4_state_check(s, from, length, err)) return -1;
     if (from == to || !length) return g4_truncate(s, to, length, err);
     size_t most = 0;
     for (int l = 0; l < c->num_hidden_layers; l++) most = MAX(most, (size_t)s->kv[l].G * s->kv[l].dh);

@@ -187,9 +187,10 @@ G4_API const g4_model *g4_state_get_model(const g4_state *state);
  * g4_truncate does. from == to truncates. */
 G4_API int g4_copy(g4_state *state, int from, int to, int length, g4_error *err);
 
-/* A sequence to a file and back (statefile.c). ids [g4_length(state, seq)] are the caller's: the state does not know them. A file is tied to the
- * weights and to the precision, not to ctx, chunk, backend or machine. Loading replaces what seq held; *ids [*n_ids] is freed with g4_free. */
-G4_API int g4_sequence_save(g4_state *state, int seq, const int32_t *ids, const char *path, g4_error *err);
+/* The first `length` tokens of a sequence to a file and back (statefile.c). ids [length] are the caller's: the state does not know them. A file is tied to the
+ * weights and to the precision, not to ctx, chunk, backend or machine. Saving fails as g4_truncate does. Loading replaces what seq held; *ids [*n_ids] is
+ * freed with g4_free. */
+G4_API int g4_sequence_save(g4_state *state, int seq, int length, const int32_t *ids, const char *path, g4_error *err);
 G4_API int g4_sequence_load(g4_state *state, int seq, const char *path, int32_t **ids, size_t *n_ids, g4_error *err);
 
 /* Called for each intermediate tensor, in the order of the forward pass, once per chunk. data [shape[0]]...[shape[rank-1]] is valid during
@@ -659,6 +660,8 @@ int g4_candidates(const g4_sampling *how, float *logits, int V, const int32_t *h
                   g4_error *err);
 float g4_bf16_round(float x);              /* to the nearest bfloat16, ties to even */
 
+/* 0 if a sequence can be truncated to that length: its first `length` tokens are still there. */
+int g4_state_check(const g4_state *s, int seq, int length, g4_error *err);
 /* K/V rows first .. first + n - 1 of a sequence, of a layer that owns its K/V: from the cache into k, v [G][n][dh], host memory, or (store) back. */
 int g4_state_rows(g4_state *s, int store, int layer, int seq, int first, int n, float *k, float *v);
 /* How many tokens a sequence holds from now on, and the first position whose K/V the sliding layers hold: for whoever stored rows. */

@@ -207,10 +207,9 @@ static int write_sequence(FILE *f, g4_state *s, int seq, const int32_t *ids, int
     return failed ? g4_fail(err, "cannot write %s: %s", path, strerror(errno)) : 0;
 }
 
-int g4_sequence_save(g4_state *s, int seq, const int32_t *ids, const char *path, g4_error *err) {
-    int length = g4_length(s, seq);
-    if (length < 0) return g4_fail(err, "sequence %d is not in 0..%d", seq, g4_state_get_options(s)->n_seqs - 1);
-    if (!length) return g4_fail(err, "sequence %d holds no tokens, so there is nothing to save in %s", seq, path);
+int g4_sequence_save(g4_state *s, int seq, int length, const int32_t *ids, const char *path, g4_error *err) {
+    if (g4_state_check(s, seq, length, err)) return -1;
+    if (!length) return g4_fail(err, "no tokens of sequence %d were to be saved in %s; expected 1 to %d", seq, path, g4_length(s, seq));
     char *part = malloc(strlen(path) + sizeof ".part");
     if (!part) return g4_fail(err, "out of memory");
     /* A file that is there is replaced when the new one is whole; a device is written to, or renaming would replace it. */
