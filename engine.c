@@ -1,11 +1,11 @@
 /* engine.c - generation: many texts at once on one state, each as if it were alone.
  *
  * A request waits in a queue until a sequence of the state (a slot) is idle. Each step then is one g4_forward with the rows of all slots: one row of every text
- * that is being written, some more that are guesses at how it goes on, and parts of prompts. What comes out are events: a token, the text that is
+ * that is being written, some more that are drafts of how it goes on, and parts of prompts. What comes out are events: a token, the text that is
  * certain now, the end of a request.
  *
  * Why a request's output does not depend on the others: a row's logits are the same bits in any company (gemma4.c), and a draw depends on the seed and
- * the position alone (sampler.c). The same two facts make guessing lossless: a guess is only asked whether it is what the sampler takes anyway.
+ * the position alone (sampler.c). The same two facts make drafts lossless: a draft is only asked whether it is what the sampler takes anyway.
  *
  * Not here: text to tokens, chat templates, threads, sockets. Read g4_engine_step first; above it stands what it calls, in the order of the calls; below it the
  * ways in and out of the engine.
@@ -20,11 +20,11 @@
 /* A prefix that another request is just computing is waited for if it is that much longer than the one that is there. */
 enum { WORTH_WAITING = 16 };
 
-/* Look-up: a guess needs so many equal tokens before it, and more than the second number do not make it better. */
+/* Look-up: a draft needs so many equal tokens before it, and more than the second number do not make it better. */
 enum { NGRAM_LEAST = 2, NGRAM_MOST = 8 };
 
-/* Guesses cost rows, and rows time. A text has an account of rows: it begins with some, earns a part of one with each step and more with each right guess,
- * and pays one for each wrong guess. Where nothing is guessed right, a step wastes 1 / CREDIT_STEPS of a row on average. */
+/* Drafts cost rows, and rows time. A text has an account of rows: it begins with some, earns a part of one with each step and more with each drafted token that
+ * is right, and pays one for each that is wrong. Where none is ever right, a step wastes 1 / CREDIT_STEPS of a row on average. */
 enum { CREDIT_STEPS = 8, CREDIT_BEGIN = 4 * CREDIT_STEPS, CREDIT_RIGHT = 2 * CREDIT_STEPS, CREDIT_WRONG = CREDIT_STEPS, CREDIT_MOST = 16 * CREDIT_STEPS };
 
 typedef struct stop_string {
@@ -50,7 +50,7 @@ typedef struct job {
     char *text;               /* [n_text] of this step and what was held back before; up to n_given it is in events */
     size_t n_text, n_given, room;
     int cancelled;
-    int guess, credit;        /* tokens to guess next time; the account, in rows / CREDIT_STEPS */
+    int draft_length, credit; /* tokens to draft next time; the account, in rows / CREDIT_STEPS */
     g4_error err;
 } job;
 
@@ -60,8 +60,8 @@ typedef struct slot {
     int32_t *ids;             /* [n], room for ctx */
     int n;
     uint64_t used;            /* the step that used it last */
-    int rows, n_guess;        /* in this step: rows of ids, guesses behind them */
-    int32_t *guess;           /* [n_guess] */
+    int rows, n_draft;        /* in this step: rows of ids, drafts behind them */
+    int32_t *draft;           /* [n_draft] */
 } slot;
 
 typedef struct text_place {   /* of an event, until the buffers stand still */
@@ -82,7 +82,7 @@ struct g4_engine {
     g4_row *rows;             /* [n_slots + budget + speculate] */
     float *logits;            /* [n_slots + speculate][V] */
     float *scratch;           /* [V] the sampler changes what it is given */
-    int32_t *guesses;         /* [n_slots][speculate] */
+    int32_t *drafts;         /* [n_slots][speculate] */
     g4_event *events;         /* [n_events] */
     text_place *places;       /* [n_events] */
     int n_events, event_room;
@@ -271,11 +271,11 @@ static void leave_and_come(g4_engine *e) {
     }
 }
 
-/* ---- Guesses ----------------------------------------------------------------------------------------------------------------- */
+/* ---- Drafts ------------------------------------------------------------------------------------------------------------------ */
 
 /* How the text went on where it last read as it does now: the longest equal stretch counts, of equally long ones the latest. Where the text repeats itself the
- * guess goes on with itself. Gives the number of guesses, up to `most`. */
-static int look_up(const int32_t *ids, int n, int32_t *guess, int most) {
+ * draft goes on with itself. Gives its length, up to `most`. */
+static int look_up(const int32_t *ids, int n, int32_t *draft, int most) {
     int best = 0, at = 0;
     for (int i = n - 2; i >= 0 && best < NGRAM_MOST; i--) {
         int k = 0;
@@ -283,34 +283,34 @@ static int look_up(const int32_t *ids, int n, int32_t *guess, int most) {
         if (k > best) best = k, at = i + 1;
     }
     if (best < NGRAM_LEAST) return 0;
-    for (int k = 0; k < most; k++) guess[k] = at + k < n ? ids[at + k] : guess[at + k - n];
+    for (int k = 0; k < most; k++) draft[k] = at + k < n ? ids[at + k] : draft[at + k - n];
     return most;
 }
 
-/* `right` of a text's n guesses were. */
+/* Of n drafted tokens `right` were. */
 static void settle(job *j, int n, int right) {
     j->credit = MIN(j->credit + 1 + right * CREDIT_RIGHT - (n - right) * CREDIT_WRONG, CREDIT_MOST);
-    if (n) j->guess = right == n ? 2 * n : right + 1;
+    if (n) j->draft_length = right == n ? 2 * n : right + 1;
 }
 
 /* ---- A step ------------------------------------------------------------------------------------------------------------------ */
 
-/* Who gets which rows; gives their number. One for each text; guesses; the rest in equal parts to the prompts. */
+/* Who gets which rows; gives their number. One for each text; drafts; the rest in equal parts to the prompts. */
 static int plan(g4_engine *e) {
-    int left = e->budget, guesses = e->speculate, texts = 0, T = 0, more = 1;
+    int left = e->budget, drafts = e->speculate, texts = 0, T = 0, more = 1;
     for (int i = 0; i < e->n_slots; i++) {
         slot *s = &e->slots[i];
-        s->rows = s->job != NULL, s->n_guess = 0;
+        s->rows = s->job != NULL, s->n_draft = 0;
         left -= s->rows;
         texts += s->job && s->n - g4_length(e->state, i) == 1;
     }
-    for (int i = 0; i < e->n_slots && guesses > 0; i++) {
+    for (int i = 0; i < e->n_slots && drafts > 0; i++) {
         slot *s = &e->slots[i];
         job *j = s->job;
         if (!j || s->n - g4_length(e->state, i) > 1) continue;
-        int most = MIN(MIN(j->guess, j->credit / CREDIT_STEPS), MIN((guesses + texts - 1) / texts, j->max_new - j->n_new - 1));
-        s->n_guess = most > 0 ? look_up(s->ids, s->n, s->guess, MIN(most, guesses)) : 0;
-        guesses -= s->n_guess, left -= s->n_guess, texts--;
+        int most = MIN(MIN(j->draft_length, j->credit / CREDIT_STEPS), MIN((drafts + texts - 1) / texts, j->max_new - j->n_new - 1));
+        s->n_draft = most > 0 ? look_up(s->ids, s->n, s->draft, MIN(most, drafts)) : 0;
+        drafts -= s->n_draft, left -= s->n_draft, texts--;
     }
     while (left > 0 && more) {
         more = 0;
@@ -324,7 +324,7 @@ static int plan(g4_engine *e) {
         slot *s = &e->slots[i];
         int pos = g4_length(e->state, i);
         for (int k = 0; k < s->rows; k++, pos++) e->rows[T++] = (g4_row){s->ids[pos], i, pos, pos == s->n - 1};
-        for (int k = 0; k < s->n_guess; k++, pos++) e->rows[T++] = (g4_row){s->guess[k], i, pos, 1};
+        for (int k = 0; k < s->n_draft; k++, pos++) e->rows[T++] = (g4_row){s->draft[k], i, pos, 1};
     }
     return T;
 }
@@ -374,20 +374,21 @@ static int next_token(g4_engine *e, slot *s, const float *logits) {
     return found < 0;
 }
 
-/* What the step's logits say about slot i; they begin at *logits. A guess counts when the sampler takes it, and then the row behind it counts too. */
+/* What the step's logits say about slot i; they begin at *logits. A drafted token counts when the sampler takes it, and then the row
+ * behind it counts too. */
 static void take(g4_engine *e, int i, const float **logits) {
     slot *s = &e->slots[i];
     job *j = s->job;
-    int first = s->n, guesses = s->n_guess, right = 0, goes_on = 1;
+    int first = s->n, drafts = s->n_draft, right = 0, goes_on = 1;
     s->used = e->steps;
     if (g4_length(e->state, i) < first) return; /* a prompt, not at its end */
     const float *row = *logits;
-    *logits += (size_t)e->V * (size_t)(guesses + 1);
-    while ((goes_on = next_token(e, s, row)) && right < guesses && s->ids[s->n - 1] == s->guess[right]) right++, row += e->V;
-    /* The cache holds the row before the first new token, and one for each right guess; a text that has ended needs no more than the state can give. */
+    *logits += (size_t)e->V * (size_t)(drafts + 1);
+    while ((goes_on = next_token(e, s, row)) && right < drafts && s->ids[s->n - 1] == s->draft[right]) right++, row += e->V;
+    /* The cache holds the row before the first new token, and one for each draft that was right; a text that has ended needs no more than the state can give. */
     g4_truncate(e->state, i, first + right, NULL);
-    e->stats.proposed += (uint64_t)guesses, e->stats.accepted += (uint64_t)right;
-    if (goes_on) settle(j, guesses, right);
+    e->stats.proposed += (uint64_t)drafts, e->stats.accepted += (uint64_t)right;
+    if (goes_on) settle(j, drafts, right);
     else leave_slot(e, s);
 }
 
@@ -422,7 +423,7 @@ static void tidy(g4_engine *e) {
 static int reserve_tops(g4_engine *e) {
     size_t n = 0;
     for (int i = 0; i < e->n_slots; i++)
-        if (e->slots[i].job) n += (size_t)e->slots[i].job->n_top * (size_t)(e->slots[i].n_guess + 1);
+        if (e->slots[i].job) n += (size_t)e->slots[i].job->n_top * (size_t)(e->slots[i].n_draft + 1);
     if (n <= e->top_room) return 0;
     g4_logprob *grown = n < SIZE_MAX / sizeof *grown ? realloc(e->tops, n * sizeof *grown) : NULL;
     if (!grown) return -1;
@@ -497,7 +498,7 @@ static int fill_job(const g4_engine *e, job *j, const g4_request *r, g4_error *e
     j->how = r->sampling;
     j->how.n_prompt = r->n_prompt;
     j->logprobs = r->logprobs || r->top_logprobs, j->n_top = r->top_logprobs;
-    j->guess = e->speculate, j->credit = CREDIT_BEGIN;
+    j->draft_length = e->speculate, j->credit = CREDIT_BEGIN;
     j->prompt = copy_of(r->prompt, r->n_prompt, sizeof *j->prompt);
     j->bias = copy_of(r->sampling.logit_bias, r->sampling.n_logit_bias > 0 ? (size_t)r->sampling.n_logit_bias : 0, sizeof *j->bias);
     j->how.logit_bias = j->bias;
@@ -520,7 +521,7 @@ static int fill_job(const g4_engine *e, job *j, const g4_request *r, g4_error *e
 
 int64_t g4_engine_add(g4_engine *e, const g4_request *request, g4_error *err) {
     if (check_request(e, request, err)) return -1;
-    int most = e->pending + 1 + e->n_slots + e->speculate; /* events of a step: one for each guess, and a last one for each request */
+    int most = e->pending + 1 + e->n_slots + e->speculate; /* events of a step: one for each drafted token, and a last one for each request */
     if (most > e->event_room) {
         g4_event *events = realloc(e->events, 2 * (size_t)most * sizeof *events);
         if (events) e->events = events;
@@ -603,10 +604,10 @@ g4_engine *g4_engine_open(g4_state *state, const g4_tokenizer *tok, const g4_eng
     e->rows = malloc((n + k + (size_t)e->budget) * sizeof *e->rows);
     e->logits = (n + k) < SIZE_MAX / sizeof(float) / V ? malloc((n + k) * V * sizeof(float)) : NULL;
     e->scratch = malloc(V * sizeof(float));
-    e->guesses = malloc((n * k + 1) * sizeof *e->guesses);
-    int failed = !e->slots || !e->rows || !e->logits || !e->scratch || !e->guesses;
+    e->drafts = malloc((n * k + 1) * sizeof *e->drafts);
+    int failed = !e->slots || !e->rows || !e->logits || !e->scratch || !e->drafts;
     for (size_t i = 0; i < n && !failed; i++) {
-        e->slots[i].guess = e->guesses + i * k;
+        e->slots[i].draft = e->drafts + i * k;
         e->slots[i].ids = malloc((size_t)e->ctx * sizeof *e->slots[i].ids);
         failed = !e->slots[i].ids || g4_truncate(state, (int)i, 0, err);
     }
@@ -627,7 +628,7 @@ void g4_engine_close(g4_engine *e) {
             next = j->next;
             free_job(j);
         }
-    free(e->slots), free(e->rows), free(e->logits), free(e->scratch), free(e->guesses);
+    free(e->slots), free(e->rows), free(e->logits), free(e->scratch), free(e->drafts);
     free(e->events), free(e->places), free(e->tops);
     free(e);
 }

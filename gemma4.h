@@ -272,7 +272,7 @@ G4_API int g4_logprobs(const float *logits, int V, int32_t id, double *logprob, 
 /* -- engine (engine.c): many texts at once -- */
 
 /* Requests share one state. They are added at any time and leave at any step; each step is one g4_forward with the rows of all of them. What a
- * request gives is the same to the bit as if it were alone, whatever runs beside it, was cached before or is proposed by look-up.
+ * request gives is the same to the bit as if it were alone, whatever runs beside it, was cached before or is drafted by look-up.
  *
  *     g4_engine *e = g4_engine_open(state, tok, NULL, &err);
  *     g4_request r = {.prompt = ids, .n_prompt = n, .sampling = g4_default_sampling(model), .max_new = 100};
@@ -287,7 +287,7 @@ typedef struct g4_engine g4_engine;
 typedef struct g4_engine_options {
     int budget;             /* rows of one step: every running text has one, prompts get what is left, in equal parts (and a row at least). The most,
                                and what 0 means, is the state's chunk; less makes the others wait less for a long prompt, which then takes longer */
-    int speculate;          /* tokens that a step may propose by look-up in the text so far, all requests together; 0: off */
+    int speculate;          /* tokens that a step may draft by look-up in the text so far, all requests together; 0: off */
     int no_prefix_reuse;    /* every prompt is computed from its first token */
     double (*clock)(void);  /* seconds that never go back, for the times in g4_engine_stats; NULL: they stay 0 */
 } g4_engine_options;
@@ -339,7 +339,7 @@ typedef struct g4_engine_stats {
     uint64_t forwards, rows; /* the rest since g4_engine_open: calls of g4_forward and their rows */
     uint64_t prompt_tokens, cached_tokens; /* of all prompts: computed, taken over */
     uint64_t new_tokens;
-    uint64_t proposed, accepted; /* by look-up */
+    uint64_t proposed, accepted; /* drafted tokens, and those of them that were right */
     double prompt_seconds, decode_seconds, sampling_seconds; /* g4_forward with rows of prompts, without; all else that a step does after it */
 } g4_engine_stats;
 
