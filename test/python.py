@@ -659,13 +659,53 @@ with gemma4.Model(sys.argv[1]) as model, gemma4.State(model) as state:
     check(status != 0 and "neither csrc/ nor the repository" in said, f"a folder without C files: {said}")
 
 
+# ---- example -------------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_example(cli, scratch):
+    path = os.path.join(ROOT, "python", "examples", "three_uses.py")
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, cwd=scratch, timeout=600)
+    said = done.stdout
+    check(done.returncode == 0 and not done.stderr, f"three_uses.py: status {done.returncode}: {done.stderr[-2000:]}")
+
+    def number(pattern):
+        found = re.search(pattern, said)
+        return float(found.group(1)) if found else float("nan")
+
+    text = "".join(re.findall(r'^    "([^"]*)"$', open(path, encoding="utf-8").read(), re.M))
+
+    def score(name, **changed):
+        """The perplexity that the program gives of a copy with a changed config.json."""
+        folder = shutil.copytree(AUSTEN, os.path.join(scratch, name))
+        config = json.load(open(os.path.join(folder, "config.json")))
+        with open(os.path.join(folder, "config.json"), "w") as f:
+            json.dump({**config, **changed}, f)
+        return json.loads(cli("score", folder, "-p", text, "--json") or '{"perplexity": 0}')["perplexity"]
+
+    check(number(r"softmax\(q k\) v of the last token against layers.3.attention: max abs (\S+)\n") < 1e-5, "attention from q, k and v")
+    check(said.count("head ") >= 4 and said.count("\nlayer ") == 8, "a line for each head and each layer")
+    tensors = len(gemma4.State(gemma4.Model(AUSTEN)).trace([2]))
+    check(number(r"transformers [\d.]+: (\d+) tensors") == tensors and "beyond 1e-5: none\n" in said, "the comparison with transformers")
+    check(abs(number(r"as it is +(\S+)\n") - score("as-it-is")) < 1e-4, "perplexity as it is")
+    check(abs(number(r"no softcap +(\S+)") - score("cap", final_logit_softcapping=None)) < 1e-4, "perplexity without the softcap")
+    check(abs(number(r"a window of 8 tokens +(\S+)") - score("window", sliding_window=8)) < 1e-4, "perplexity with a window of 8")
+    # what position 0 sees is the same for every RoPE and every window, and what position 7 sees for a window of 8
+    for name, first in (("no softcap", 0), ("a window of 8 tokens", 8), ("full layers rotate every pair", 1), ("one RoPE theta", 1), ("layer_scalar is 1", 0), ("no per-layer inputs", 0)):
+        check(number(rf"{name} +\S+ +(\d+) ") == first, f"{name}: logits differ from position {first} on")
+    check(number(r"no softcap +\S+ +\d+ +(\d+) of") == 0, "the softcap changes no order")
+    check(number(r"layer_scalar is 1 +(\S+)") > 1.2 * number(r"as it is +(\S+)\n") and number(r"no per-layer inputs +(\S+)") > 5 * number(r"as it is +(\S+)\n"), "what is missed")
+    check(number(r"the softcap is 30 tanh.* max abs (\S+);") < 1e-5, "the softcap is what it says")
+    if report.failed:
+        print(said)
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("gemma4", nargs="?", default=os.path.join(ROOT, "gemma4"))
-    p.add_argument("--only", default="header,numbers,text,states,errors,memory,packages")
+    p.add_argument("--only", default="header,numbers,text,states,errors,memory,packages,example")
     args = p.parse_args()
     cli = Gemma4(os.path.abspath(args.gemma4))
-    arguments = {"header": "s", "numbers": "cs", "text": "cs", "states": "", "errors": "s", "memory": "", "packages": "s"}
+    arguments = {"header": "s", "numbers": "cs", "text": "cs", "states": "", "errors": "s", "memory": "", "packages": "s", "example": "cs"}
     for name in args.only.split(","):
         with tempfile.TemporaryDirectory() as scratch:
             before = report.passed + report.failed
