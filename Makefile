@@ -120,10 +120,14 @@ slow-test: all $(TESTS:%=$(B)/%$(EXE))
 
 install: all
 	mkdir -p $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/lib/pkgconfig $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/share/gemma4
+	cd $(DESTDIR)$(PREFIX)/share && mkdir -p man/man1 bash-completion/completions zsh/site-functions
 	cp gemma4$(EXE) $(DESTDIR)$(PREFIX)/bin/
 	cp libgemma4.a libgemma4$(SO) $(DESTDIR)$(PREFIX)/lib/
 	cp gemma4.h $(DESTDIR)$(PREFIX)/include/
 	cp -r models/austen $(DESTDIR)$(PREFIX)/share/gemma4/
+	cp gemma4.1 $(DESTDIR)$(PREFIX)/share/man/man1/
+	cp completion/gemma4.bash $(DESTDIR)$(PREFIX)/share/bash-completion/completions/gemma4
+	cp completion/_gemma4 $(DESTDIR)$(PREFIX)/share/zsh/site-functions/
 	printf 'prefix=%s\nlibdir=$${prefix}/lib\nincludedir=$${prefix}/include\n\nName: gemma4\nDescription: Gemma 4 text models in plain C\nVersion: %s\nLibs: -L$${libdir} -lgemma4\nLibs.private: -lm%s\nCflags: -I$${includedir}\n' \
 	    '$(PREFIX)' '$(VERSION)' '$(if $(filter 1,$(OPENMP)), -fopenmp)$(if $(BLAS), $(BLAS))' > $(DESTDIR)$(PREFIX)/lib/pkgconfig/gemma4.pc
 

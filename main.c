@@ -283,6 +283,7 @@ typedef struct command {
     int (*function)(const arguments *a);
     int takes_model, max_rest;
     const char *usage, *help;
+    const char *examples; /* lines for a shell, which test_manual runs; each must work on the shipped model */
 } command;
 
 static int is_number(const char *s) { return *s && !s[strspn(s, "0123456789")]; }
@@ -1262,27 +1263,48 @@ static int command_help(const arguments *a);
 
 static const command commands[] = {
     {"run", RUN, command_run, 1, 0, "[MODEL] [-p TEXT | -f FILE | --ids A,B,...] [options]",
-     "Continues a text, which is raw and gets one <bos>: -p, -f or standard input. With --ids the new ids are printed. A stop id ends it."},
+     "Continues a text, which is raw and gets one <bos>: -p, -f or standard input. With --ids the new ids are printed. A stop id ends it.",
+     "gemma4 run -p \"It is a truth universally acknowledged, that\" -n 40 --seed 10\n"
+     "gemma4 run --ids 2,1149,480 -n 8 --temp 0"},
     {"tokenize", TOKENIZE, command_tokenize, 1, 0, "[MODEL] [-p TEXT | -f FILE] [options]",
-     "A text to ids, on one line. MODEL may also be a tokenizer.json."},
+     "A text to ids, on one line. MODEL may also be a tokenizer.json.",
+     "gemma4 tokenize --bos -p \"It is a truth\"\n"
+     "printf '{\"text\": \"It is\"}\\n' | gemma4 tokenize --jsonl"},
     {"detokenize", DETOKENIZE, command_detokenize, 1, INT_MAX, "[MODEL] [ID ...] [options]",
-     "Ids, given or from standard input, to the bytes of their text."},
+     "Ids, given or from standard input, to the bytes of their text.",
+     "gemma4 detokenize 1149 480 380 1236 1568\n"
+     "gemma4 tokenize -p \"It is a truth\" | gemma4 detokenize"},
     {"logits", LOGITS, command_logits, 1, 0, "[MODEL] (-p TEXT | -f FILE | --ids A,B,...) [-o FILE] [options]",
-     "The five best next tokens: id, logit, piece. -o writes ids [T] and logits [T][V] of all positions."},
+     "The five best next tokens: id, logit, piece. -o writes ids [T] and logits [T][V] of all positions.",
+     "gemma4 logits -p \"It is a truth universally\"\n"
+     "gemma4 logits --ids 2,1149,480 -o logits.safetensors"},
     {"trace", TRACE, command_trace, 1, 0, "[MODEL] (-p TEXT | -f FILE | --ids A,B,...) -o FILE [options]",
-     "As logits, with every intermediate tensor in the file, in the order of the forward pass."},
+     "As logits, with every intermediate tensor in the file, in the order of the forward pass.",
+     "gemma4 trace --ids 2,1149,480 -o ours.safetensors\n"
+     "gemma4 trace -p \"It is\" --tensors 'layers.0.*,logits' -o layer0.safetensors"},
     {"diff", DIFF, command_diff, 0, 2, "A B [options]",
-     "Compares two files of logits or trace, whoever wrote them. Status 1 and the first tensor's name when out of tolerance."},
+     "Compares two files of logits or trace, whoever wrote them. Status 1 and the first tensor's name when out of tolerance.",
+     "gemma4 trace --ids 2,5 -o a.safetensors && gemma4 trace --ids 2,5 --threads 1 -o b.safetensors\n"
+     "gemma4 diff a.safetensors b.safetensors --rtol 0 --atol 0"},
     {"hash", HASH, command_hash, 1, 0, "[MODEL] (-p TEXT | -f FILE | --ids A,B,...) [options]",
-     "FNV-1a 64 of all logits of all positions: equal on two machines when every bit is."},
+     "FNV-1a 64 of all logits of all positions: equal on two machines when every bit is.",
+     "gemma4 hash --ids 2,1149,480\n"
+     "gemma4 hash -p \"It is a truth\" --backend scalar --threads 1"},
     {"score", SCORE, command_score, 1, 0, "[MODEL] [-p TEXT | -f FILE | --ids A,B,...] [options]",
-     "The log-probability of each token given those before it, their sum, and the perplexity."},
-    {"info", INFO, command_info, 1, 0, "[MODEL] [options]", "What the model is: layers, parameters, bytes read per token, memory at this --ctx."},
+     "The log-probability of each token given those before it, their sum, and the perplexity.",
+     "gemma4 score -p \"It is a truth universally acknowledged\"\n"
+     "echo It is a truth | gemma4 score --json"},
+    {"info", INFO, command_info, 1, 0, "[MODEL] [options]", "What the model is: layers, parameters, bytes read per token, memory at this --ctx.",
+     "gemma4 info\n"
+     "gemma4 info --json --ctx 131072"},
     {"template", TEMPLATE, command_template, 1, 0, "[MODEL] [--family NAME]",
-     "A chat to the text that the model reads: one JSON request on standard input (messages, tools, enable_thinking, preserve_thinking, add_generation_prompt)."},
+     "A chat to the text that the model reads: one JSON request on standard input (messages, tools, enable_thinking, preserve_thinking, add_generation_prompt).",
+     "echo '{\"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}], \"add_generation_prompt\": true}' | gemma4 template --family small"},
     {"bench", BENCH, command_bench, 1, 0, "[MODEL] [options]",
-     "Tokens per second of prompts, decoding and batches, by all backends in turns, beside what this machine can read and compute."},
-    {"help", HELP, command_help, 0, 1, "[COMMAND]", "This text, or that of a command."},
+     "Tokens per second of prompts, decoding and batches, by all backends in turns, beside what this machine can read and compute.",
+     "gemma4 bench --only prefill128,decode0 --seconds 1\n"
+     "gemma4 bench --backend cpu --only decode0 --seconds 0.5 --json"},
+    {"help", HELP, command_help, 0, 1, "[COMMAND]", "This text, or that of a command.", "gemma4 help run"},
 };
 enum { N_COMMANDS = sizeof commands / sizeof *commands };
 
@@ -1299,7 +1321,12 @@ static void print_help(const command *c) {
         char name[64];
         if (!(o->commands & c->bit)) continue;
         snprintf(name, sizeof name, "%s%s%s", o->name, o->value && o->kind != OPTIONAL_TEXT ? " " : "", o->value ? o->value : "");
-        printf("  %s%s%-20s %s\n", o->letter ? o->letter : "  ", o->letter ? ", " : "  ", name, o->help);
+        printf("  %s%s%-22s  %s\n", o->letter ? o->letter : "  ", o->letter ? ", " : "  ", name, o->help);
+    }
+    printf("\nExamples:\n");
+    for (const char *line = c->examples, *end; line; line = *end ? end + 1 : NULL) {
+        end = line + strcspn(line, "\n");
+        printf("  %.*s\n", (int)(end - line), line);
     }
 }
 
@@ -1310,9 +1337,9 @@ static int command_help(const arguments *a) {
     }
     printf("gemma4 COMMAND [MODEL] [options]\n\n"
            "Gemma 4 text models in plain C. MODEL is a directory in Hugging Face layout (config.json, *.safetensors,\n"
-           "tokenizer.json); left out, it is the small model that comes with the program.\n\n");
+           "tokenizer.json) or a GGUF file; left out, it is the small model that comes with the program.\n\n");
     for (int i = 0; i < N_COMMANDS; i++) printf("  %-11s %s\n", commands[i].name, commands[i].help);
-    printf("\n`gemma4 help COMMAND` lists its options. `gemma4 --version` prints the version.\n");
+    printf("\n`gemma4 help COMMAND` lists its options and has examples. `gemma4 --version` prints the version.\n");
     return 0;
 }
 

@@ -31,7 +31,7 @@ tracefile|cannot write|the disk is full
 END
 
 # Without those that look at another file, or at texts.
-tests=$(cd test && ls test_*.c | sed -e 's/[.]c$//' -e /test_backend/d -e /test_readme/d -e /test_ulp/d)
+tests=$(cd test && ls test_*.c | sed -e 's/[.]c$//' -e /test_backend/d -e /test_manual/d -e /test_readme/d -e /test_ulp/d)
 
 passed=0 failed=0
 if ! make CC=gcc OPT="-O0 --coverage" ARCH= OPENMP=0 WERROR= B=$B OUT=$B/ TESTS="$(echo $tests)" SHARED="${SHARED:-none}" test > $log 2>&1; then

@@ -25,7 +25,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SCRATCH = os.path.join(ROOT, "build", "mutate")
 CC = os.environ.get("CC", "cc").split()
 FLAGS = "-std=gnu11 -O1 -ffp-contract=off -w -I.".split()
-BLIND = ["readme", "bench"]  # one looks at the text of the sources, and would notice that a line moved; the other takes its time to measure speed
+BLIND = ["readme", "manual", "bench"]  # two look at texts, and one would notice that a line moved; the other takes its time to measure speed
 # The programs that look at a file most closely, the quickest first. All others come after them, the quickest first.
 CLOSEST = {"gemma4.c": ["gemma4"], "quants.c": ["quants", "gemma4"], "checkpoint.c": ["json", "checkpoint"], "gguf.c": ["gguf"], "tokenizer.c": ["tokenizer"], "sampler.c": ["sampler"]}
 
