@@ -14,6 +14,8 @@ BLIS    = 0
 SAN     = 0
 # not with sanitizers, whose code makes the compiler guess at sizes
 WERROR  = $(if $(filter 1,$(SAN)),,-Werror)
+# 1 or 0: `gemma4 serve`, which needs libmicrohttpd. By default 1 where it is found.
+SERVER  = $(if $(filter yes,$(call try,-include microhttpd.h $(MICROHTTPD))),1,0)
 PREFIX  = /usr/local
 DESTDIR =
 # Test data that is not part of the project; what needs it is skipped, aloud, when it is not there.
@@ -24,6 +26,8 @@ PYTHON  = python3
 
 VERSION := $(shell sed -n 's/^\#define G4_VERSION "\(.*\)"/\1/p' gemma4.h)
 try      = $(shell echo 'int main(void){return 0;}' | $(CC) $(1) -x c - -o /dev/null 2>/dev/null && echo yes)
+MICROHTTPD := $(shell pkg-config --cflags --libs libmicrohttpd 2>/dev/null || echo -lmicrohttpd) -pthread
+SERVER  := $(SERVER)
 ARCH    := $(ARCH)
 OPENMP  := $(OPENMP)
 SYSTEM  := $(shell $(CC) -dumpmachine)
@@ -36,7 +40,7 @@ OUT      =
 # -std=gnu11: gcc for s390x evaluates float in double under -std=c11. -ffp-contract=off: one rounding per operation.
 CFLAGS_ALL = -std=gnu11 $(if $(findstring mingw,$(SYSTEM)),-D__USE_MINGW_ANSI_STDIO=1) $(if $(filter 1,$(SAN)),-O1 -g -fsanitize=address$(comma)undefined -fno-sanitize-recover=all,$(OPT)) $(ARCH) \
     -ffp-contract=off $(if $(findstring mingw,$(SYSTEM)),,-fPIC) -fvisibility=hidden $(if $(filter 1,$(OPENMP)),-fopenmp,-Wno-unknown-pragmas) \
-    -Wall -Wextra -Wshadow -Wstrict-prototypes $(WERROR) -I. $(CFLAGS)
+    -Wall -Wextra -Wshadow -Wstrict-prototypes $(WERROR) $(if $(filter 1,$(SERVER)),-DG4_SERVER) -I. $(CFLAGS)
 LIBS  = -lm $(BLAS)
 comma = ,
 
@@ -56,7 +60,10 @@ ABOUT_THREADS := $(if $(filter yes,$(shell $(call links,bli_thread_set_num_threa
     $(if $(filter yes,$(shell $(call links,openblas_set_num_threads(1),$(BLAS)) && echo yes)),-DG4_BLAS_OPENBLAS)
 CFLAGS_ALL += -DG4_BLIS $(ABOUT_THREADS) $(filter -I% -D%,$(BLAS))
 endif
-CLI   = main bench tracefile
+CLI   = main bench tracefile terminal
+ifeq ($(SERVER),1)
+CLI   += server page
+endif
 TESTS = $(patsubst test/%.c,%,$(wildcard test/test_*.c))
 
 all: $(OUT)gemma4$(EXE) $(OUT)libgemma4.a $(OUT)libgemma4$(SO)
@@ -75,13 +82,20 @@ $(B)/%.o: test/%.c $(B)/settings
 	$(CC) $(CFLAGS_ALL) -MMD -MP -c $< -o $@
 -include $(wildcard $(B)/*.d)
 
+# The page at / as bytes in the program.
+$(B)/page.c: page.html $(B)/settings
+	{ echo '#include <stddef.h>'; echo 'extern const unsigned char page_html[]; extern const size_t page_html_size;'; echo 'const unsigned char page_html[] = {'; \
+	    od -An -v -tu1 page.html | sed 's/[0-9][0-9]*/&,/g'; echo '};'; echo 'const size_t page_html_size = sizeof page_html;'; } > $@
+$(B)/page.o: $(B)/page.c
+	$(CC) $(CFLAGS_ALL) -c $< -o $@
+
 $(OUT)libgemma4.a: $(CORE:%=$(B)/%.o)
 	rm -f $@
 	$(AR) rcs $@ $^
 $(OUT)libgemma4$(SO): $(CORE:%=$(B)/%.o)
 	$(CC) $(CFLAGS_ALL) -shared $^ $(LIBS) -o $@
 $(OUT)gemma4$(EXE): $(CLI:%=$(B)/%.o) $(OUT)libgemma4.a
-	$(CC) $(CFLAGS_ALL) $^ $(LIBS) $(LDFLAGS) -o $@
+	$(CC) $(CFLAGS_ALL) $^ $(LIBS) $(if $(filter 1,$(SERVER)),$(MICROHTTPD)) $(LDFLAGS) -o $@
 $(B)/test_%$(EXE): $(B)/test_%.o $(B)/tracefile.o $(OUT)libgemma4.a
 	$(CC) $(CFLAGS_ALL) $^ $(LIBS) $(LDFLAGS) -o $@
 

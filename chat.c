@@ -1207,8 +1207,9 @@ static void render(renderer *r, g4_chat_family family) {
 }
 
 int g4_chat_render_json(const g4_json *j, uint32_t request, g4_chat_family family, const g4_chat_settings *settings, g4_chat_prompt *prompt, g4_error *err) {
+    static const g4_chat_settings as_requested = {-1, -1, -1, 0};
     *prompt = (g4_chat_prompt){0};
-    renderer r = {.j = j, .request = request, .settings = settings, .prompt = prompt, .err = err};
+    renderer r = {.j = j, .request = request, .settings = settings ? settings : &as_requested, .prompt = prompt, .err = err};
     render(&r, family);
     prompt->text = r.out.s;
     prompt->n = r.out.n;
@@ -1220,8 +1221,7 @@ int g4_chat_render(const char *request, size_t n, g4_chat_family family, g4_chat
     g4_json j;
     *prompt = (g4_chat_prompt){0};
     if (g4_json_parse(&j, request, n, "the request", err)) return -1;
-    const g4_chat_settings as_requested = {-1, -1, -1, 0};
-    int failed = g4_chat_render_json(&j, 0, family, &as_requested, prompt, err);
+    int failed = g4_chat_render_json(&j, 0, family, NULL, prompt, err);
     g4_json_free(&j);
     return failed;
 }

@@ -13,6 +13,8 @@
 #endif
 #include "bench.h"
 #include "gemma4.h"
+#include "server.h"
+#include "terminal.h"
 #include "tracefile.h"
 
 #include <errno.h>
@@ -204,18 +206,18 @@ static void prepare_system(int *argc, char ***argv) {
 
 /* ---- Options ------------------------------------------------------------------------------------------------------------- */
 
-enum { RUN = 1, TOKENIZE = 2, DETOKENIZE = 4, LOGITS = 8, TRACE = 16, DIFF = 32, HASH = 64, SCORE = 128, INFO = 256, HELP = 512, BENCH = 1024, TEMPLATE = 4096 };
-enum { FORWARD = RUN | LOGITS | TRACE | HASH | SCORE, SIZED = FORWARD | INFO | BENCH };
+enum { RUN = 1, TOKENIZE = 2, DETOKENIZE = 4, LOGITS = 8, TRACE = 16, DIFF = 32, HASH = 64, SCORE = 128, INFO = 256, HELP = 512, BENCH = 1024, TEMPLATE = 4096, CHAT = 8192, SERVE = 16384 };
+enum { FORWARD = RUN | LOGITS | TRACE | HASH | SCORE, SAMPLED = RUN | CHAT, SIZED = FORWARD | INFO | BENCH | CHAT | SERVE };
 
 typedef struct arguments {
     const char *model;              /* NULL: the shipped one */
     const char **rest;              /* [n_rest] other arguments without a dash */
     int n_rest;
-    const char *prompt, *file, *ids, *seed, *output, *tensors, *backend, *precision, *only, *profile, *family, *logit_bias, *prefetch;
-    int64_t n, top_k, threads, ctx, chunk;                   /* -1: not given */
+    const char *prompt, *file, *ids, *seed, *output, *tensors, *backend, *precision, *only, *profile, *family, *logit_bias, *prefetch, *system, *host, *api_key, *name;
+    int64_t n, top_k, threads, ctx, chunk, port, parallel, queue, max_body, timeout, grace; /* -1: not given */
     double temp, top_p, min_p, repeat_penalty, rtol, atol, seconds; /* -1: not given */
     double frequency_penalty, presence_penalty;
-    int ignore_eos, escape, bos, jsonl, skip_special, json, no_mmap, full, quiet, help;
+    int ignore_eos, escape, bos, jsonl, skip_special, json, no_mmap, full, thinking, quiet, help;
 } arguments;
 
 typedef enum option_kind { FLAG, TEXT, OPTIONAL_TEXT /* "" without =TEXT */, INTEGER, NUMBER } option_kind;
@@ -231,22 +233,33 @@ typedef struct option {
 
 #define AT(field) offsetof(arguments, field)
 static const option options[] = {
-    {"-p", "--prompt", "TEXT", TEXT, AT(prompt), 0, 0, FORWARD | TOKENIZE, "the text, as it is (but see -e)"},
-    {"-f", "--file", "FILE", TEXT, AT(file), 0, 0, FORWARD | TOKENIZE, "the text is the content of FILE, to the last byte"},
-    {"-e", "--escape", NULL, FLAG, AT(escape), 0, 0, FORWARD | TOKENIZE,
+    {"-p", "--prompt", "TEXT", TEXT, AT(prompt), 0, 0, FORWARD | TOKENIZE | CHAT, "the text, as it is (but see -e)"},
+    {"-f", "--file", "FILE", TEXT, AT(file), 0, 0, FORWARD | TOKENIZE | CHAT, "the text is the content of FILE, to the last byte"},
+    {"-e", "--escape", NULL, FLAG, AT(escape), 0, 0, FORWARD | TOKENIZE | CHAT,
      "in -p, \\n \\t \\r \\\\ and \\xHH mean what they mean in C; without -e a backslash is one"},
     {NULL, "--ids", "A,B,...", TEXT, AT(ids), 0, 0, FORWARD, "token ids instead of text, used as given: no BOS is added, no tokenizer needed"},
-    {"-n", "--n-predict", "N", INTEGER, AT(n), 0, INT_MAX, RUN, "new tokens at most (128)"},
-    {NULL, "--temp", "X", NUMBER, AT(temp), 0, 1e6, RUN, "temperature; 0 picks the best token each time (generation_config.json)"},
-    {NULL, "--top-k", "N", INTEGER, AT(top_k), 0, INT_MAX, RUN, "only the N best tokens; 0: all (generation_config.json)"},
-    {NULL, "--top-p", "X", NUMBER, AT(top_p), 0, 1, RUN, "only the best that together reach probability X; 1: all (generation_config.json)"},
-    {NULL, "--min-p", "X", NUMBER, AT(min_p), 0, 1, RUN, "only tokens with at least X times the probability of the best (0)"},
-    {NULL, "--repeat-penalty", "X", NUMBER, AT(repeat_penalty), 1e-6, 1e6, RUN, "above 1 makes tokens that occurred less likely (1)"},
-    {NULL, "--frequency-penalty", "X", NUMBER, AT(frequency_penalty), -100, 100, RUN, "taken from a token's logit for each time it was generated (0)"},
-    {NULL, "--presence-penalty", "X", NUMBER, AT(presence_penalty), -100, 100, RUN, "taken from the logit of each token that was generated (0)"},
-    {NULL, "--logit-bias", "ID:X,...", TEXT, AT(logit_bias), 0, 0, RUN, "added to the logits of these ids; -100 as good as forbids one"},
-    {NULL, "--seed", "N", TEXT, AT(seed), 0, 0, RUN, "0 to 2^64 - 1; one seed gives one text everywhere (from the clock, and reported)"},
+    {"-n", "--n-predict", "N", INTEGER, AT(n), 0, INT_MAX, SAMPLED, "new tokens at most (128)"},
+    {NULL, "--temp", "X", NUMBER, AT(temp), 0, 1e6, SAMPLED, "temperature; 0 picks the best token each time (generation_config.json)"},
+    {NULL, "--top-k", "N", INTEGER, AT(top_k), 0, INT_MAX, SAMPLED, "only the N best tokens; 0: all (generation_config.json)"},
+    {NULL, "--top-p", "X", NUMBER, AT(top_p), 0, 1, SAMPLED, "only the best that together reach probability X; 1: all (generation_config.json)"},
+    {NULL, "--min-p", "X", NUMBER, AT(min_p), 0, 1, SAMPLED, "only tokens with at least X times the probability of the best (0)"},
+    {NULL, "--repeat-penalty", "X", NUMBER, AT(repeat_penalty), 1e-6, 1e6, SAMPLED, "above 1 makes tokens that occurred less likely (1)"},
+    {NULL, "--frequency-penalty", "X", NUMBER, AT(frequency_penalty), -100, 100, SAMPLED, "taken from a token's logit for each time it was generated (0)"},
+    {NULL, "--presence-penalty", "X", NUMBER, AT(presence_penalty), -100, 100, SAMPLED, "taken from the logit of each token that was generated (0)"},
+    {NULL, "--logit-bias", "ID:X,...", TEXT, AT(logit_bias), 0, 0, SAMPLED, "added to the logits of these ids; -100 as good as forbids one"},
+    {NULL, "--seed", "N", TEXT, AT(seed), 0, 0, SAMPLED, "0 to 2^64 - 1; one seed gives one text everywhere (from the clock, and reported)"},
     {NULL, "--ignore-eos", NULL, FLAG, AT(ignore_eos), 0, 0, RUN, "do not end at a stop id"},
+    {NULL, "--system", "TEXT", TEXT, AT(system), 0, 0, CHAT, "the system message"},
+    {NULL, "--thinking", NULL, FLAG, AT(thinking), 0, 0, CHAT, "let the model think before it answers"},
+    {NULL, "--host", "ADDRESS", TEXT, AT(host), 0, 0, SERVE, "the address to listen at (127.0.0.1: this machine only)"},
+    {NULL, "--port", "N", INTEGER, AT(port), 0, 65535, SERVE, "the port; 0: any that is free (8080)"},
+    {NULL, "--api-key", "KEY", TEXT, AT(api_key), 0, 0, SERVE, "asked for in the header Authorization: Bearer KEY (GEMMA4_API_KEY, which `ps` does not show)"},
+    {NULL, "--name", "NAME", TEXT, AT(name), 0, 0, SERVE, "what the model is called in the API (the last part of MODEL)"},
+    {NULL, "--parallel", "N", INTEGER, AT(parallel), 1, 256, SERVE, "answers computed at once, each with a context of its own (8)"},
+    {NULL, "--queue", "N", INTEGER, AT(queue), 0, 100000, SERVE, "answers that may wait; more are refused with status 429 (64)"},
+    {NULL, "--max-body", "BYTES", INTEGER, AT(max_body), 1024, 1 << 30, SERVE, "the largest request taken (8388608)"},
+    {NULL, "--timeout", "SECONDS", INTEGER, AT(timeout), 1, 86400, SERVE, "a connection on which nothing moves is closed after this (60)"},
+    {NULL, "--grace", "SECONDS", INTEGER, AT(grace), 0, 86400, SERVE, "what answers in progress get after SIGTERM (30)"},
     {NULL, "--bos", NULL, FLAG, AT(bos), 0, 0, TOKENIZE, "begin with <bos>, unless the text does"},
     {NULL, "--jsonl", NULL, FLAG, AT(jsonl), 0, 0, TOKENIZE | DETOKENIZE, 
      "one JSON object a line on stdin, one a line on stdout: {\"text\": ...} and {\"ids\": [...]}"},
@@ -327,7 +340,7 @@ static void set_option(arguments *a, const option *o, const char *name, const ch
 }
 
 static arguments parse_arguments(const command *c, int argc, char **argv) {
-    arguments a = {.n = -1, .top_k = -1, .threads = -1, .ctx = -1, .chunk = -1, .temp = -1, .top_p = -1, .min_p = -1, .repeat_penalty = -1,
+    arguments a = {.n = -1, .top_k = -1, .threads = -1, .ctx = -1, .chunk = -1, .port = -1, .parallel = -1, .queue = -1, .max_body = -1, .timeout = -1, .grace = -1, .temp = -1, .top_p = -1, .min_p = -1, .repeat_penalty = -1,
                    .rtol = -1, .atol = -1, .seconds = -1};
     a.rest = allocate((size_t)argc, sizeof *a.rest);
     for (int i = 2; i < argc; i++) {
@@ -1257,6 +1270,73 @@ static int command_bench(const arguments *a) {
     return 0;
 }
 
+/* ---- chat and serve ------------------------------------------------------------------------------------------------------- */
+
+/* The model with its tokenizer, its template's family, and a state of n_seqs sequences. */
+static session open_conversation(const arguments *a, int n_seqs, g4_chat_family *family) {
+    session s = open_model(a);
+    g4_error err;
+    g4_state_options o = state_options(a, 0);
+    s.tokenizer = g4_tokenizer_open(s.path, &err);
+    if (!s.tokenizer) fatal("%s", err.text);
+    if (g4_chat_family_of(s.path, s.config, &(g4_options){.warn = warn}, family, &err)) fatal("%s", err.text);
+    o.n_seqs = n_seqs;
+    s.state = g4_state_open(s.model, &o, &err);
+    if (!s.state) fatal("%s", err.text);
+    const g4_state_options *got = g4_state_get_options(s.state);
+    s.ctx = got->ctx;
+    s.chunk = got->chunk;
+    note("%s: backend %s, threads %d, %s, context %d%s, template for the %s models", s.path, g4_model_backend(s.model), got->threads,
+         got->precision == G4_BF16 ? "bf16" : "f32", s.ctx, n_seqs > 1 ? " for each answer" : "", *family == G4_CHAT_SMALL ? "small" : "large");
+    return s;
+}
+
+static int command_chat(const arguments *a) {
+    if (a->seed) parse_whole("--seed", a->seed, UINT64_MAX);
+    g4_chat_family family;
+    g4_error err;
+    session s = open_conversation(a, 1, &family);
+    terminal_options o = {.model = s.model, .state = s.state, .tok = s.tokenizer, .family = family, .sampling = sampling_of(a, s.model), .system = a->system,
+                          .thinking = a->thinking, .max_new = a->n >= 0 ? (int)a->n : INT_MAX, .quiet = quiet};
+    buffer text = {0};
+    if (a->prompt || a->file) {
+        text = input_text(a);
+        o.prompt = text.data;
+        o.n_prompt = text.n;
+    }
+    if (terminal_chat(&o, &err)) fatal("%s", err.text);
+    free(text.data);
+    free((void *)o.sampling.logit_bias);
+    close_session(&s);
+    return 0;
+}
+
+#ifdef G4_SERVER
+static void log_note(const char *line) { note("%s", line); }
+
+/* Printed with -q too: with --port 0 nobody knows it otherwise. */
+static void print_listening(const char *url) { fprintf(stderr, "listening on %s\n", url); }
+#endif
+
+static int command_serve(const arguments *a) {
+#ifdef G4_SERVER
+    g4_chat_family family;
+    g4_error err;
+    session s = open_conversation(a, a->parallel > 0 ? (int)a->parallel : 8, &family);
+    const char *slash = strrchr(s.path, '/'), *key = a->api_key ? a->api_key : getenv("GEMMA4_API_KEY");
+    serve_options o = {.model = s.model, .state = s.state, .tok = s.tokenizer, .family = family, .name = a->name ? a->name : slash && slash[1] ? slash + 1 : s.path,
+                       .host = a->host ? a->host : "127.0.0.1", .port = a->port >= 0 ? (int)a->port : 8080, .api_key = key && *key ? key : NULL,
+                       .queue = a->queue >= 0 ? (int)a->queue : 64, .max_body = a->max_body > 0 ? (size_t)a->max_body : 8 << 20,
+                       .timeout = a->timeout > 0 ? (int)a->timeout : 60, .grace = a->grace >= 0 ? (int)a->grace : 30, .log = log_note, .listening = print_listening};
+    if (serve(&o, &err)) fatal("%s", err.text);
+    close_session(&s);
+    return 0;
+#else
+    (void)a;
+    fatal("serve: this program was built without it; install libmicrohttpd's development files and build again (make SERVER=1 says what is missing)");
+#endif
+}
+
 /* ---- help, and main ------------------------------------------------------------------------------------------------------- */
 
 static int command_help(const arguments *a);
@@ -1300,6 +1380,12 @@ static const command commands[] = {
     {"template", TEMPLATE, command_template, 1, 0, "[MODEL] [--family NAME]",
      "A chat to the text that the model reads: one JSON request on standard input (messages, tools, enable_thinking, preserve_thinking, add_generation_prompt).",
      "echo '{\"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}], \"add_generation_prompt\": true}' | gemma4 template --family small"},
+    {"chat", CHAT, command_chat, 1, 0, "[MODEL] [-p TEXT | -f FILE] [options]",
+     "A conversation in the terminal; /help there lists its commands. With -p or -f one answer, then the end.",
+     "gemma4 chat -p \"Hello\" -n 20 --seed 1\n"
+     "printf 'Hello\\nHow do you do?\\n' | gemma4 chat -n 20 --temp 0"},
+    {"serve", SERVE, command_serve, 1, 0, "[MODEL] [options]", "An HTTP server for clients of OpenAI's API, and a page to chat in at /.",
+     "gemma4 serve --port 8080 --parallel 4"},
     {"bench", BENCH, command_bench, 1, 0, "[MODEL] [options]",
      "Tokens per second of prompts, decoding and batches, by all backends in turns, beside what this machine can read and compute.",
      "gemma4 bench --only prefill128,decode0 --seconds 1\n"

@@ -256,8 +256,8 @@ if [ "$1" = --one ]; then
 fi
 
 # The Makefile knows which files the program is made of.
-SOURCES=$(printf 'include Makefile\nmatrix-sources:\n\t@echo $(CORE:%%=%%.c) $(CLI:%%=%%.c)\n' | make -s -f - matrix-sources) || exit 2
-CORE=$(printf 'include Makefile\nmatrix-core:\n\t@echo $(CORE)\n' | make -s -f - matrix-core) || exit 2
+SOURCES=$(printf 'include Makefile\nmatrix-sources:\n\t@echo $(CORE:%%=%%.c) $(CLI:%%=%%.c)\n' | make -s -f - SERVER=0 matrix-sources) || exit 2
+CORE=$(printf 'include Makefile\nmatrix-core:\n\t@echo $(CORE)\n' | make -s -f - SERVER=0 matrix-core) || exit 2
 export SOURCES CORE
 mkdir -p "$out" || exit 2
 make_subnormal || { echo 'matrix: cannot make the subnormal model from test/fixtures/untied-f32' >&2; exit 2; }

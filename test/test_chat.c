@@ -137,7 +137,7 @@ static int compare_line(const char *line, size_t n, const char *name, int number
         }
         int refused = !node || j.nodes[node].kind == G4_JSON_NULL;
         g4_chat_prompt p;
-        int failed = g4_chat_render_json(&j, request, (g4_chat_family)family, &p, &err);
+        int failed = g4_chat_render_json(&j, request, (g4_chat_family)family, NULL, &p, &err);
         if (!failed != !refused) {
             printf("%s:%d: %s, expected %s\n", name, number, failed ? err.text : "rendered", refused ? "an error" : "a text");
             bad = 1;
@@ -219,7 +219,7 @@ static void test_prompts(void) {
     g4_json j;
     const char *outer = "{\"a\":[1,{\"messages\":[" USER("x") ",{\"role\":7}]}]}";
     CHECK(!g4_json_parse(&j, outer, strlen(outer), "outer", &err), "%s", err.text);
-    CHECK(g4_chat_render_json(&j, j.nodes[j.nodes[g4_json_get(&j, 0, "a")].first].next, G4_CHAT_SMALL, &p, &err) == -1 && !strncmp(err.text, "messages[1].role: ", 18), "%s", err.text);
+    CHECK(g4_chat_render_json(&j, j.nodes[j.nodes[g4_json_get(&j, 0, "a")].first].next, G4_CHAT_SMALL, NULL, &p, &err) == -1 && !strncmp(err.text, "messages[1].role: ", 18), "%s", err.text);
     g4_json_free(&j);
 }
 
@@ -348,7 +348,7 @@ static void test_ids(const g4_tokenizer *tok) {
         g4_json j;
         if (g4_json_parse(&j, line, strlen(line), "line", &err)) abort();
         g4_chat_prompt p;
-        int failed = g4_chat_render_json(&j, g4_json_get(&j, 0, "request"), G4_CHAT_LARGE, &p, &err);
+        int failed = g4_chat_render_json(&j, g4_json_get(&j, 0, "request"), G4_CHAT_LARGE, NULL, &p, &err);
         g4_json_free(&j);
         if (failed) continue;
         int32_t *ids = NULL, *whole = NULL, *parsed = NULL;
