@@ -61,5 +61,8 @@ count $? quants
 build/venv/bin/python test/python.py > "$log" 2>&1
 count $? python
 
+build/venv/bin/python test/server.py --program build/san/gemma4 ${CI:+--seed 3} > "$log" 2>&1
+count $? server
+
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]
