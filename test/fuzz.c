@@ -247,6 +247,46 @@ static void fuzz_tokenizer(const uint8_t *data, size_t n) {
     g4_tokenizer_close(t);
 }
 
+/* ---- GGUF: the container, the model in it and the tokenizer in it --------------------------------------------------------- */
+
+static void fuzz_gguf(const uint8_t *data, size_t n) {
+    g4_model m = {.backend = &g4_backend_scalar};
+    g4_config *c = &m.config;
+    g4_error err = {""};
+    g4_tokenizer *t = g4_tokenizer_parse((const char *)data, n, "input.gguf", &err);
+    if (!t) require_line(err.text);
+    g4_tokenizer_close(t);
+    g4_gguf *g = g4_gguf_parse(data, n, "input.gguf", 0, &err);
+    if (!g) {
+        require_line(err.text);
+        return;
+    }
+    REQUIRE(g4_gguf_bytes(g) == n);
+    if (g4_gguf_bind(g, &m, &(g4_options){.warn = require_warning}, &err)) {
+        require_line(err.text);
+    } else {
+        for (int i = 0; i < c->num_hidden_layers; i++) {
+            const g4_layer_config *l = &c->layers[i], *donor = &c->layers[l->kv_layer];
+            REQUIRE(l->kv_layer >= 0 && l->kv_layer <= i && donor->kv_layer == l->kv_layer && donor->type == l->type);
+            REQUIRE(l->head_dim > 0 && l->head_dim % 2 == 0 && l->intermediate_size > 0 && c->num_attention_heads % l->num_key_value_heads == 0);
+            REQUIRE(donor->head_dim == l->head_dim && donor->num_key_value_heads == l->num_key_value_heads);
+            REQUIRE((m.layers[i].k_proj.data != NULL) == (l->kv_layer == i));
+            for (const g4_tensor *w = (const g4_tensor *)&m.layers[i]; w < (const g4_tensor *)&m.layers[i + 1]; w++) {
+                const unsigned char *p = w->data;
+                size_t bytes = p ? (size_t)w->rows * g4_row_bytes(w) : 0;
+                if (!p || w == &m.layers[i].layer_scalar) continue; /* that one may be the reader's own 1 */
+                REQUIRE(p >= data && bytes > 0 && bytes <= n && p <= data + n - bytes && w->cols % g4_types[w->type].block == 0);
+            }
+        }
+        REQUIRE(m.embed_tokens.data && m.lm_head.data && m.norm.data && c->top_k_experts <= c->num_experts && c->n_eos <= 16 && c->n_suppress <= 64);
+        for (int i = 0; i < c->n_eos; i++) REQUIRE(c->eos_token_id[i] >= 0 && c->eos_token_id[i] < c->vocab_size);
+        for (int i = 0; i < 2; i++) REQUIRE(c->rope[i].theta > 0 && c->rope[i].factor > 0);
+    }
+    free(c->layers);
+    free(m.layers);
+    g4_gguf_close(g);
+}
+
 /* ---- encode, decode: the shipped tokenizer, against the definition of what it does ----------------------------------------- */
 
 enum { IDS = 2048 }; /* of the shipped vocabulary */
@@ -445,6 +485,7 @@ static const struct target {
     {"safetensors", fuzz_safetensors, 1024},
     {"diff", fuzz_diff, 2048},
     {"tokenizer", fuzz_tokenizer, 3072},
+    {"gguf", fuzz_gguf, 4096},
     {"encode", fuzz_encode, 512},
     {"decode", fuzz_decode, 256},
     {"ids", fuzz_ids, 128},

@@ -49,6 +49,7 @@ seed() {
         LC_ALL=C sed -E -e 's/("added_tokens":\[(\{[^}]*\},){2}\{[^}]*\})(,\{[^}]*\})*/\1/' -e 's/"<0x00>":24,.*"<0xFF>":279/\x01/' -e 's/,"([^"\\]|\\.)+":([4-9][0-9][0-9]|[12][0-9]{3})//g' \
             -e 's/("merges":\[(\["[^]]*\],){7}\["[^]]*\]).*/\1]}}/' models/austen/tokenizer.json > "$to/pairs"
         LC_ALL=C sed -E 's/\["([^"]+)","([^"]+)"\]/"\1 \2"/g' "$to/pairs" > "$to/strings" ;;
+    gguf) cp test/gguf/tiny.gguf "$to/" ;;
     encode)
         for n in 1 2 3 4 5 6 7 8 9; do tail -c +${n}000 README.md | head -c 150 > "$to/$n"; done
         printf '0<bos><|turn>user\n\303\244\360\237\230\200 \342\226\201  hmm\n\n\n' > "$to/special" ;;
@@ -62,7 +63,7 @@ seed() {
 }
 
 # What the parsers compare with.
-LC_ALL=C grep -oh '"[][A-Za-z0-9_.<>|]\{2,40\}"' checkpoint.c tokenizer.c tracefile.c | sort -u > $B/dictionary
+LC_ALL=C grep -oh '"[][A-Za-z0-9_.<>|]\{2,40\}"' checkpoint.c gguf.c tokenizer.c tracefile.c | sort -u > $B/dictionary
 
 limits='-timeout=20 -rss_limit_mb=1024 -malloc_limit_mb=256'
 

@@ -1557,6 +1557,8 @@ int main(int argc, char **argv) {
     test_damage();
     test_tokenizer();
     test_texts();
+    check_parity("test/gguf", "ple", 1e-5);
+    check_parity("test/gguf", "moe", 1e-5);
     test_shared_fixtures();
     clear(&s);
     remove(in_dir("model.gguf"));
