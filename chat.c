@@ -461,12 +461,15 @@ static int try_digits(double x, int n, char d[24], int *exponent) {
     return read_digits(d, n, *exponent) == x;
 }
 
+enum { SPELLED = 64 };
+
 /* A double as Python's repr spells it: the fewest digits that read back as the same number, fixed from 1e-4 to below 1e16, always with a point or an
  * exponent. */
-static void spell_double(double x, char out[40]) {
+static void spell_double(double x, char out[SPELLED]) {
+    static const char zeros[] = "0000000000000000";
+    const char *minus = signbit(x) ? "-" : "";
     char d[24] = "0";
     int exponent = 0, least = 1, most = 17;
-    if (signbit(x)) *out++ = '-';
     x = fabs(x);
     while (x != 0 && least < most) { /* more digits never fit worse */
         int middle = (least + most) / 2;
@@ -476,20 +479,20 @@ static void spell_double(double x, char out[40]) {
     if (x != 0) try_digits(x, most, d, &exponent);
     int n = (int)strlen(d);
     if (exponent >= 16 || exponent < -4) {
-        sprintf(out, "%c%s%se%c%02d", d[0], n > 1 ? "." : "", d + 1, exponent < 0 ? '-' : '+', abs(exponent));
+        snprintf(out, SPELLED, "%s%c%s%se%c%02d", minus, d[0], n > 1 ? "." : "", d + 1, exponent < 0 ? '-' : '+', abs(exponent));
     } else if (exponent < 0) {
-        sprintf(out, "0.%.*s%s", -exponent - 1, "000", d);
+        snprintf(out, SPELLED, "%s0.%.*s%s", minus, -exponent - 1, zeros, d);
     } else if (n <= exponent + 1) {
-        sprintf(out, "%s%.*s.0", d, exponent + 1 - n, "0000000000000000");
+        snprintf(out, SPELLED, "%s%s%.*s.0", minus, d, exponent + 1 - n, zeros);
     } else {
-        sprintf(out, "%.*s.%s", exponent + 1, d, d + exponent + 1);
+        snprintf(out, SPELLED, "%s%.*s.%s", minus, exponent + 1, d, d + exponent + 1);
     }
 }
 
 static void put_number(renderer *r, value v) {
     const char *s = g4_json_string(r->j, v.node);
     size_t n = r->j->nodes[v.node].size;
-    char spelled[40];
+    char spelled[SPELLED];
     double x;
     if (is_integer(r->j, v.node)) {
         if (n - (*s == '-') > MOST_DIGITS) refuse(r, v.node, "an integer of more than %d digits", MOST_DIGITS);
