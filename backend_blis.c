@@ -70,9 +70,12 @@ static void matmul(const g4_run *run, float *y, const g4_tensor *W, const float 
     memcpy(end, x + ((size_t)T - last) * cols, sizeof *end * last * cols);
     keep_to_one_thread();
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int worker = 0; worker < threads; worker++)
+    for (int worker = 0; worker < threads; worker++) {
+        double begin = g4_part_begins(run);
         for (int p = worker; p < panels; p += threads)
             panel_product(run, y, W, x, end, T, p * ROWS, (int)MIN(ROWS, W->rows - (int64_t)p * ROWS), scratch + panel * (size_t)worker);
+        g4_part_ends(run, worker, begin);
+    }
     free(scratch);
 }
 

@@ -65,6 +65,7 @@ static const table_line lines[N_LINES] = {
 
 typedef struct sums {
     double calls, seconds;
+    double waiting; /* of seconds: threads that had done their part, on average; counted where the backend tells about parts */
     double bytes; /* of weights, keys and values read */
     double flops; /* products and sums of matrix products and attention */
 } sums;
@@ -81,6 +82,19 @@ typedef enum profile_mode {
     STAND_BY  /* compute only, without a detour */
 } profile_mode;
 
+#ifndef POWERCAP /* test/test_profile.c has a folder of its own */
+#define POWERCAP "/sys/class/powercap"
+#endif
+
+/* The energy counters of Linux, one for each package (the processor with its caches; not memory, not the rest of the machine). */
+typedef struct energy {
+    int known;         /* the counters that could be read, as bits */
+    double last[8];    /* microjoules */
+    double joules;     /* of all spans that ended */
+} energy;
+
+enum { MOST_THREADS = 1024 }; /* as main.c */
+
 struct profile {
     g4_backend table;   /* first: an operation finds the profile at run->backend */
     const g4_backend *inner;
@@ -88,6 +102,8 @@ struct profile {
     profile_mode mode;
     int layer;          /* of the weights seen last */
     double begin, wall; /* of the running span; of all spans that ended */
+    energy energy;
+    double busy[MOST_THREADS]; /* of the operation that runs */
     sums sum[N_LINES];
     event *events;      /* [n_events], if they are recorded */
     size_t n_events, room, lost;
@@ -109,6 +125,10 @@ static span enter(const g4_run *run, int line, int T, double bytes, double flops
     profile *p = (profile *)run->backend;
     span s = {.p = p, .run = *run, .line = line, .T = T, .compute = p->mode != COUNT || line == KV_STORE};
     s.run.backend = p->inner;
+    if (run->threads > 1 && run->threads <= MOST_THREADS && p->mode == TIME) {
+        memset(p->busy, 0, sizeof *p->busy * (size_t)run->threads);
+        s.run.busy = p->busy, s.run.clock = seconds;
+    }
     p->sum[line].calls++;
     p->sum[line].bytes += bytes;
     p->sum[line].flops += flops;
@@ -136,7 +156,10 @@ static void leave(const span *s, const void *result) {
     uint32_t word;
     if (s->p->mode == COUNT) return;
     if (!s->p->inner->host_memory) s->p->inner->download(&word, result, sizeof word);
-    record(s->p, s->line, s->T, s->begin, seconds());
+    double end = seconds(), busy = 0;
+    for (int i = 0; s->run.busy && i < s->run.threads; i++) busy += s->run.busy[i];
+    if (busy > 0) s->p->sum[s->line].waiting += MAX(end - s->begin - busy / s->run.threads, 0);
+    record(s->p, s->line, s->T, s->begin, end);
 }
 
 /* Notes the layer that owns W, and gives W's place in it; (size_t)-1 if none does. */
@@ -295,12 +318,55 @@ void profile_close(profile *p) {
     free(p);
 }
 
+/* A number in a file of zone `zone`; -1: there is none, or this user may not read it. */
+static double read_counter(int zone, const char *name) {
+    char path[256];
+    double value = -1;
+    snprintf(path, sizeof path, POWERCAP "/intel-rapl:%d/%s", zone, name); /* so it is called on AMD's processors too */
+    FILE *f = fopen(path, "r");
+    if (f && fscanf(f, "%lf", &value) != 1) value = -1;
+    if (f) fclose(f);
+    return value;
+}
+
+/* Whether the zone is a package; "psys" would count packages again. */
+static int is_package(int zone) {
+    char path[256], name[16] = "";
+    snprintf(path, sizeof path, POWERCAP "/intel-rapl:%d/name", zone);
+    FILE *f = fopen(path, "r");
+    int yes = f && fscanf(f, "%15s", name) == 1 && !strncmp(name, "package", 7);
+    if (f) fclose(f);
+    return yes;
+}
+
+static void energy_start(energy *e) {
+    e->known = 0;
+    for (int i = 0; i < (int)(sizeof e->last / sizeof *e->last); i++) {
+        e->last[i] = is_package(i) ? read_counter(i, "energy_uj") : -1;
+        e->known |= (e->last[i] >= 0) << i;
+    }
+}
+
+static void energy_add(energy *e) {
+    for (int i = 0; i < (int)(sizeof e->last / sizeof *e->last); i++) {
+        double now = e->known >> i & 1 ? read_counter(i, "energy_uj") : -1, used = now - e->last[i];
+        if (now < 0) continue;
+        if (used < 0) used += read_counter(i, "max_energy_range_uj"); /* it began again at 0 */
+        e->joules += 1e-6 * MAX(used, 0);
+        e->last[i] = now;
+    }
+}
+
 void profile_start(profile *p) {
-    if (p) p->begin = seconds();
+    if (!p) return;
+    if (p->mode == TIME) energy_start(&p->energy);
+    p->begin = seconds();
 }
 
 void profile_stop(profile *p) {
-    if (p) p->wall += seconds() - p->begin;
+    if (!p) return;
+    p->wall += seconds() - p->begin;
+    if (p->mode == TIME) energy_add(&p->energy);
 }
 
 void profile_sampling(profile *p, double begin) {
@@ -313,13 +379,13 @@ void profile_sampling(profile *p, double begin) {
 /* Forgets the sums, not the events. */
 static void reset(profile *p) {
     memset(p->sum, 0, sizeof p->sum);
-    p->wall = 0;
+    p->wall = p->energy.joules = 0;
 }
 
 static sums total(const profile *p) {
     sums all = {0};
     for (int i = 0; i < N_LINES; i++) {
-        all.calls += p->sum[i].calls, all.seconds += p->sum[i].seconds;
+        all.calls += p->sum[i].calls, all.seconds += p->sum[i].seconds, all.waiting += p->sum[i].waiting;
         all.bytes += p->sum[i].bytes, all.flops += p->sum[i].flops;
     }
     return all;
@@ -329,6 +395,8 @@ static double ratio(double a, double b) { return b > 0 ? a / b : 0; }
 
 static void print_sums(FILE *out, const char *name, const sums *s, double wall) {
     fprintf(out, "%-27s %9.0f %12.3f %6.1f%%", name, s->calls, 1e3 * s->seconds, 100 * ratio(s->seconds, wall));
+    if (s->waiting > 0) fprintf(out, " %9.3f", 1e3 * s->waiting);
+    else fprintf(out, " %9s", "-");
     if (s->bytes > 0) fprintf(out, " %12.3f %8.2f", 1e-6 * s->bytes, ratio(1e-9 * s->bytes, s->seconds));
     else fprintf(out, " %12s %8s", "-", "-");
     if (s->flops > 0) fprintf(out, " %8.2f\n", ratio(1e-9 * s->flops, s->seconds));
@@ -338,16 +406,19 @@ static void print_sums(FILE *out, const char *name, const sums *s, double wall) 
 void profile_print(const profile *p, FILE *out) {
     if (!p) return;
     sums all = total(p), other = {.seconds = p->wall - all.seconds};
-    fprintf(out, "%-27s %9s %12s %7s %12s %8s %8s\n", "operation", "calls", "ms", "share", "MB", "GB/s", "GFLOP/s");
+    fprintf(out, "%-27s %9s %12s %7s %9s %12s %8s %8s\n", "operation", "calls", "ms", "share", "waiting", "MB", "GB/s", "GFLOP/s");
     for (int i = 0; i < N_LINES; i++)
         if (p->sum[i].calls > 0) print_sums(out, lines[i].name, &p->sum[i], p->wall);
     print_sums(out, "other", &other, p->wall);
     all.seconds = p->wall;
     print_sums(out, "wall", &all, p->wall);
+    if (p->energy.known) fprintf(out, "%-27s %.3f J, %.1f W on average, all that the processor did meanwhile\n", "energy", p->energy.joules, ratio(p->energy.joules, p->wall));
+    else fprintf(out, "%-27s not readable here (%s)\n", "energy", POWERCAP);
 }
 
 static void put_sums(const char *name, const sums *s) {
-    printf("{\"operation\": \"%s\", \"calls\": %.0f, \"seconds\": %.9f, \"bytes\": %.0f, \"flops\": %.0f}", name, s->calls, s->seconds, s->bytes, s->flops);
+    printf("{\"operation\": \"%s\", \"calls\": %.0f, \"seconds\": %.9f, \"waiting\": %.9f, \"bytes\": %.0f, \"flops\": %.0f}", name, s->calls, s->seconds, s->waiting,
+           s->bytes, s->flops);
 }
 
 static void put_profile(const profile *p) {
@@ -359,7 +430,9 @@ static void put_profile(const profile *p) {
         printf(", ");
     }
     put_sums("other", &other);
-    printf("]");
+    printf("], \"joules\": ");
+    if (p->energy.known) printf("%.6f", p->energy.joules);
+    else printf("null");
 }
 
 int profile_write(profile *const *profiles, int n, FILE *out, const char *path, g4_error *err) {

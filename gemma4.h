@@ -685,7 +685,15 @@ typedef struct g4_run {
     const g4_backend *backend;
     int threads;
     g4_precision precision;
+    double *busy;           /* [threads] seconds that each part of an operation took; NULL: nobody asks (--profile does) */
+    double (*clock)(void);
 } g4_run;
+
+/* Around each thread's part of an operation. What the threads did not spend inside they spent waiting for each other. */
+static inline double g4_part_begins(const g4_run *run) { return run->busy ? run->clock() : 0; }
+static inline void g4_part_ends(const g4_run *run, int part, double begin) {
+    if (run->busy) run->busy[part] += run->clock() - begin;
+}
 
 typedef struct g4_attention_args {
     float *o;           /* [T][H][dh] */
