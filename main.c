@@ -223,7 +223,7 @@ typedef struct arguments {
 typedef enum option_kind { FLAG, TEXT, OPTIONAL_TEXT /* "" without =TEXT */, INTEGER, NUMBER } option_kind;
 
 typedef struct option {
-    const char *letter, *name, *value; /* "-p", "--prompt", "TEXT" */
+    const char *letter, *name, *value; /* "-p", "--prompt", "TEXT"; "a|b": one of these; FILE: the completions offer files */
     option_kind kind;
     size_t field;                      /* in arguments */
     double min, max;                   /* INTEGER, NUMBER */
@@ -280,9 +280,9 @@ static const option options[] = {
     {NULL, "--ctx", "N", INTEGER, AT(ctx), 1, INT_MAX, SIZED,
      "positions for the prompt and new tokens (4096 or what the model allows; logits, trace, hash, score: the prompt)"},
     {NULL, "--chunk", "N", INTEGER, AT(chunk), 1, 65536, SIZED, "prompt tokens computed at once (128); changes speed and memory, never a bit"},
-    {NULL, "--precision", "P", TEXT, AT(precision), 0, 0, SIZED, "f32, or bf16: rounds where transformers with dtype=bfloat16 does (f32)"},
+    {NULL, "--precision", "f32|bf16", TEXT, AT(precision), 0, 0, SIZED, "bf16 rounds where transformers with dtype=bfloat16 does (f32)"},
     {NULL, "--no-mmap", NULL, FLAG, AT(no_mmap), 0, 0, SIZED, "read the weights into memory instead of mapping them"},
-    {NULL, "--family", "NAME", TEXT, AT(family), 0, 0, TEMPLATE, "small or large: Google's template for E2B and E4B, or for the larger models; MODEL is not opened"},
+    {NULL, "--family", "small|large", TEXT, AT(family), 0, 0, TEMPLATE, "Google's template for E2B and E4B, or for the larger models; MODEL is not opened"},
     {NULL, "--prefetch", "none|head|all", TEXT, AT(prefetch), 0, 0, SIZED,
      "what the system is asked to read before the first token needs it (auto: all if the model fits half of the memory, else head)"},
     {"-q", "--quiet", NULL, FLAG, AT(quiet), 0, 0, ~0, "nothing on stderr but errors"},

@@ -43,7 +43,7 @@ _gemma4() {
     case $prev-$value in
     *-FILE) _gemma4_files "$cur" ;;
     --backend-*) _gemma4_reply -W "$("$program" run --backend list 2>/dev/null | sed -n 's/^\([a-z0-9_]*\) .*/\1/p')" -- "$cur" ;;
-    --precision-*) _gemma4_reply -W 'f32 bf16' -- "$cur" ;;
+    *'|'*) _gemma4_reply -W "${value//|/ }" -- "$cur" ;;
     *-)
         if [[ $cur == -* ]]; then
             _gemma4_reply -W "$names" -- "$cur"
