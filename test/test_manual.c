@@ -1,6 +1,10 @@
 /* test_manual.c - what is written about the command line is so: gemma4.1 and the completions have the commands and options that the program
  * has, no more and no fewer, and every example works.
  *
+ *     build/test_manual ./gemma4          checks
+ *     build/test_manual ./gemma4 fix      first brings gemma4.1 up to date: the commands of each option, and for a new command or option what its
+ *                                         help says, for somebody to put into sentences and in its place
+ *
  * The program's side is `gemma4 help` and `gemma4 help COMMAND`, which print its tables. mandoc, groff, bash and zsh look at their files where they are
  * installed. Needs a POSIX shell. Reading order: read_tables, then the tests.
  */
@@ -25,12 +29,13 @@ enum { MOST = 60 }; /* commands */
 
 typedef struct option {
     char letter[4], name[64], value[64]; /* "-p", "--prompt", "TEXT"; "" where there is none */
+    char help[256];
     int optional;                        /* --name[=value] */
     uint64_t commands;                   /* bit i: command i takes it */
 } option;
 
 static struct command {
-    char name[32], usage[256], examples[2048];
+    char name[32], help[512], usage[256], examples[2048];
 } commands[MOST];
 static option options[2 * MOST];
 static int n_commands, n_options;
@@ -91,7 +96,9 @@ static void read_option(const char *line, int command) {
     snprintf(o.name, sizeof o.name, "%.*s", (int)n, p);
     if (p[n] == '[') o.optional = 1, snprintf(o.value, sizeof o.value, "%.*s", (int)strcspn(p + n + 2, "]"), p + n + 2);
     else if (p[n] && p[n + 1] != ' ') snprintf(o.value, sizeof o.value, "%.*s", (int)strcspn(p + n + 1, " "), p + n + 1);
-    CHECK(strstr(p + n + strlen(o.value), "  "), "help %s: two blanks part the help from the option: %s", commands[command].name, line);
+    const char *help = strstr(p + n + strlen(o.value), "  ");
+    if (help) snprintf(o.help, sizeof o.help, "%.*s", (int)sizeof o.help - 1, help + strspn(help, " "));
+    CHECK(help, "help %s: two blanks part the help from the option: %s", commands[command].name, line);
     for (option *known = options; known < options + n_options; known++)
         if (!strcmp(known->name, o.name)) {
             known->commands |= o.commands;
@@ -104,7 +111,7 @@ static void read_tables(void) {
     char line[1024];
     CHECK(!sh("$G help"), "help: %s", out);
     for (const char *rest = out; next_line(&rest, line);)
-        if (!strncmp(line, "  ", 2) && n_commands < MOST) sscanf(line, "%31s", commands[n_commands++].name);
+        if (!strncmp(line, "  ", 2) && n_commands < MOST) sscanf(line, "%31s %511[^\n]", commands[n_commands].name, commands[n_commands].help), n_commands++;
     CHECK(n_commands >= 11, "help lists %d commands", n_commands);
     for (int c = 0; c < n_commands; c++) {
         int examples = 0;
@@ -125,28 +132,63 @@ static int is_for_all(const option *o) { return o->commands == ((uint64_t)1 << n
 
 /* ---- gemma4.1 ------------------------------------------------------------------------------------------------------------ */
 
-static void test_page(void) {
-    char line[1024];
+/* The two lines of an option, after a newline: how it is written, and the commands that take it. */
+static const char *lines_of(const option *o) {
+    const char *lines = text("\n.It Fl %s%s%s%s%s\n.Pq Cm", *o->letter ? o->letter + 1 : "", *o->letter ? " , Fl " : "", o->name + 1,
+                             o->optional ? " Ns Op = Ns Ar " : *o->value ? " Ar " : "", o->value);
+    for (int c = 0; c < n_commands && !is_for_all(o); c++)
+        if (o->commands >> c & 1) lines = text("%s %s", lines, commands[c].name);
+    return text(is_for_all(o) ? "%s every command\n" : "%s\n", lines);
+}
+
+static int has_command(int c) {
+    return strstr(page, text("\n.It Cm %s\n", commands[c].name)) || strstr(page, text("\n.It Cm %s ", commands[c].name));
+}
+
+static void read_page(void) {
     FILE *f = fopen("gemma4.1", "rb");
     size_t n = f ? fread(page, 1, sizeof page - 1, f) : 0;
     page[n] = 0;
     if (f) fclose(f);
     CHECK(n > 5000 && n < sizeof page - 1, "gemma4.1 has %zu bytes", n);
-    CHECK(strstr(page, "\n.Os gemma4 " G4_VERSION "\n"), "gemma4.1 is of version " G4_VERSION);
+}
 
-    for (int c = 0; c < n_commands; c++) {
-        const char *name = commands[c].name;
-        CHECK(strstr(page, text("\n.It Cm %s\n", name)) || strstr(page, text("\n.It Cm %s ", name)), "gemma4.1 has the command %s", name);
+static void put_escaped(FILE *f, const char *p) {
+    for (; *p; p++) fprintf(f, *p == '\\' ? "\\e" : "%c", *p);
+    fprintf(f, "\n");
+}
+
+static void fix_page(void) {
+    FILE *f = fopen("gemma4.1", "wb");
+    char line[1024];
+    if (!f) return;
+    for (const char *rest = page; next_line(&rest, line);) {
+        if (!strcmp(line, ".It Cm help Op Ar command"))
+            for (int c = 0; c < n_commands; c++)
+                if (!has_command(c)) fprintf(f, ".It Cm %s\n", commands[c].name), put_escaped(f, commands[c].help);
+        if (!strcmp(line, ".It Fl q , Fl -quiet"))
+            for (const option *o = options; o < options + n_options; o++)
+                if (!strstr(page, text("%.*s\n", (int)strcspn(lines_of(o) + 1, "\n") + 1, lines_of(o)))) fprintf(f, "%s", lines_of(o) + 1), put_escaped(f, o->help);
+        const option *o = options;
+        while (o < options + n_options && (strncmp(lines_of(o) + 1, line, strlen(line)) || lines_of(o)[strlen(line) + 1] != '\n')) o++;
+        if (o < options + n_options && !strncmp(rest, ".Pq Cm ", 7)) {
+            fprintf(f, "%s", lines_of(o) + 1);
+            next_line(&rest, line);
+        } else {
+            fprintf(f, "%s\n", line);
+        }
     }
+    fclose(f);
+    read_page();
+}
+
+static void test_page(void) {
+    char line[1024];
+    CHECK(strstr(page, "\n.Os gemma4 " G4_VERSION "\n"), "gemma4.1 is of version " G4_VERSION);
+    for (int c = 0; c < n_commands; c++) CHECK(has_command(c), "gemma4.1 has the command %s", commands[c].name);
     CHECK(occurrences(page, "\n.It Cm ") == n_commands, "gemma4.1 has %d commands, the program %d", occurrences(page, "\n.It Cm "), n_commands);
-    for (const option *o = options; o < options + n_options; o++) {
-        const char *expected = text("\n.It Fl %s%s%s%s%s\n.Pq Cm", *o->letter ? o->letter + 1 : "", *o->letter ? " , Fl " : "", o->name + 1,
-                                    o->optional ? " Ns Op = Ns Ar " : *o->value ? " Ar " : "", o->value);
-        for (int c = 0; c < n_commands && !is_for_all(o); c++)
-            if (o->commands >> c & 1) expected = text("%s %s", expected, commands[c].name);
-        expected = text(is_for_all(o) ? "%s every command\n" : "%s\n", expected);
-        CHECK(strstr(page, expected), "gemma4.1 has these lines of %s:%s", o->name, expected);
-    }
+    for (const option *o = options; o < options + n_options; o++)
+        CHECK(strstr(page, lines_of(o)), "gemma4.1 has these lines of %s; run `build/test_manual ./gemma4 fix`:%s", o->name, lines_of(o));
     CHECK(occurrences(page, "\n.It Fl ") == n_options, "gemma4.1 has %d options, the program %d", occurrences(page, "\n.It Fl "), n_options);
 
     CHECK(!sh("grep -ho 'getenv(\"GEMMA4_[A-Z0-9_]*' *.c | sed 's/.*\"//' | sort -u") && *out, "the sources read the environment");
@@ -284,6 +326,8 @@ int main(int argc, char **argv) {
     setenv("GEMMA4_THREADS", "1", 1);
     CHECK(!sh("ln -s '%s/models' $D/models", here), "%s", out); /* for a program that is not beside it */
     read_tables();
+    read_page();
+    if (argc > 2 && !strcmp(argv[2], "fix")) fix_page();
     test_page();
     test_examples();
     test_bash();
