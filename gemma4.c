@@ -39,8 +39,9 @@ int g4_fail(g4_error *err, const char *format, ...) {
 
 /* ---- Elementwise functions --------------------------------------------------------------------------------------------
  *
- * Computed in binary64 and rounded once, so each result is the correctly rounded one except where the true value lies within about
- * 1e-14 of a tie. Worst error over all float32 inputs of the range, measured by test/ulp.c: see beside each.
+ * Computed in binary64 and rounded once: each result is the float32 nearest to the exact value, but for 6 of the 1.1e10 inputs that
+ * test/test_ulp.c tries, whose exact value lies within 1e-9 ulp of a tie. Beside each function stands its worst error in ulp, of all
+ * float32 inputs in the range, and where that is.
  */
 
 /* 2^k, -1022 <= k <= 1023. */
@@ -94,14 +95,14 @@ double g4_exp(double x) { return x != x ? x : x < -700 ? 0 : x > 700 ? HUGE_VAL 
 
 double g4_log(double x) { return log_double(x); }
 
-/* 0.5 ulp; results below the smallest subnormal are 0, above FLT_MAX infinity. */
+/* -104 to 88.7228: 0.4999999976 ulp at -0x1.d2259ap+3. Results below the smallest subnormal are 0, above FLT_MAX infinity. */
 float g4_expf(float x) {
     if (!(x > -110)) return x != x ? x : 0;
     if (x > 90) return INFINITY;
     return (float)exp_double(x);
 }
 
-/* 0.5 ulp. */
+/* -12 to 12: 0.4999999906 ulp at 0x1.86fbc4p-10. */
 float g4_tanhf(float x) {
     double t = fabs((double)x), z = t * t, y;
     if (t < 0.02) return (float)(x - x * z * (1.0 / 3 - z * (2.0 / 15 - z * (17.0 / 315)))); /* the quotient below would cancel */
@@ -112,7 +113,7 @@ float g4_tanhf(float x) {
     return (float)(x > 0 ? y : -y);
 }
 
-/* 0.5 ulp for |x| <= 4e7. x = n pi/2 + r, |r| <= pi/4: pi/2 in three parts, the first two short enough (28 bits) that n times them is
+/* 0 to 4e7: sin 0.5000000007 ulp at 0x1.33333p+13, cos 0.4999999983 ulp at 0x1.20ffccp-7. x = n pi/2 + r, |r| <= pi/4: pi/2 in three parts, the first two short enough (28 bits) that n times them is
  * exact; then Taylor series. What is left out is below 1e-16. */
 void g4_sincosf(float x, float *sin_x, float *cos_x) {
     const double to_integer = 6755399441055744.0;
@@ -142,13 +143,13 @@ void g4_sincosf(float x, float *sin_x, float *cos_x) {
     *cos_x = (float)(quadrant == 1 || quadrant == 2 ? -b : b);
 }
 
-/* 0.5 ulp. */
+/* All x > 0: 0.5000000009 ulp at 0x1.6351d8p+95. */
 float g4_logf(float x) { return (float)log_double(x); }
 
-/* 0.5 ulp for results that are normal. */
+/* Exponents 0 to 1, as for inv_freq: base 1e4 0.4999999961 ulp at 0x1.62623ep-22, base 1e6 0.4999999967 ulp at 0x1.5d0024p-7. */
 float g4_powf(float base, float exponent) { return (float)exp_double(exponent * log_double(base)); }
 
-/* As torch writes it, so that float32 rounds at the same places. */
+/* As torch writes it, so that float32 rounds at the same places. -100 to 100, in ulp of x: 1.6213 at 0x1.fff298p-1. */
 float g4_gelu_tanh(float x) {
     float inner = 0.7978845608f * (x + 0.044715f * (x * x * x)); /* sqrt(2 / pi) */
     return 0.5f * x * (1.0f + g4_tanhf(inner));

@@ -54,6 +54,7 @@ static void check_functions(void) {
     CHECK(g4_expf(1) == 2.71828175f, "exp(1) = %.9g", g4_expf(1));
     CHECK(g4_expf(-100) == 3.78350585e-44f, "exp(-100) is a subnormal: %.9g", g4_expf(-100));
     CHECK(g4_tanhf(0.5f) == 0.462117165f && g4_tanhf(-20) == -1 && g4_tanhf(1e-20f) == 1e-20f && isnan(g4_tanhf(NAN)), "tanh");
+    CHECK(g4_tanhf(0x1.713758p-12f) == 0x1.713756p-12f, "tanh near 0, where (y - 1) / (y + 1) would be 0.5000012 ulp off");
     CHECK(g4_logf(10) == 2.30258512f && g4_logf(1) == 0 && g4_logf(1e-40f) == -92.1034088f, "log: %.9g", g4_logf(1e-40f));
     CHECK(g4_powf(10000, 0.5f) == 100 && g4_powf(1e6f, 0) == 1, "pow");
     float s, c;
