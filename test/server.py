@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -440,8 +441,71 @@ def test_beginning():
         check(r.returncode == 2 and r.stderr.count("gemma4: ") == 1, "%s: %d %s" % (arguments, r.returncode, r.stderr))
 
 
+def test_page():
+    """The page in a browser: a chat, a token's candidates, text that is no HTML, a text continued, an error shown."""
+    global skipped
+    try:
+        from selenium import webdriver
+        from selenium.webdriver.common.by import By
+        from selenium.webdriver.support.ui import Select
+        browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+        if not browser or not driver:
+            raise ImportError
+    except ImportError:
+        skipped += 1
+        print("skipped: the page in a browser: chromium, chromedriver and the selenium package are not all installed")
+        return
+    s = Server()
+    how = webdriver.ChromeOptions()
+    how.binary_location = browser
+    for argument in ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1000,800", "--disable-dev-shm-usage"]:
+        how.add_argument(argument)
+    how.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    d = webdriver.Chrome(options=how, service=webdriver.ChromeService(driver))
+
+    def by(name):
+        return d.find_element(By.ID, name)
+
+    def say(text):
+        by("status").get_attribute("textContent")
+        d.execute_script("document.getElementById('status').textContent = ''")
+        by("input").send_keys(text + "\n")
+        end = time.time() + 60
+        while not by("status").text and time.time() < end:
+            time.sleep(0.05)
+        return by("status").text
+
+    try:
+        d.get("http://127.0.0.1:%d/" % s.port)
+        by("tokens").clear()
+        by("tokens").send_keys("40")
+        by("seed").send_keys("3")
+        status = say("My dear <b>Mr. Bennet</b>, said his lady")
+        tokens = d.find_elements(By.CSS_SELECTOR, ".answer .token")
+        expected = s.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "My dear <b>Mr. Bennet</b>, said his lady"}], "max_tokens": 40, "seed": 3})[1]
+        text = expected["choices"][0]["message"]["content"]
+        check("".join(t.get_attribute("textContent") for t in tokens) == text and "%d written" % expected["usage"]["completion_tokens"] in status, "page: the answer %s" % status)
+        check(by("log").text.startswith("My dear <b>Mr. Bennet</b>") and not d.find_elements(By.CSS_SELECTOR, "#log b"), "page: text is not HTML")
+        check(by("model").text == "austen", "page: the model's name")
+        tokens[5].click()
+        rows = d.find_elements(By.CSS_SELECTOR, "#candidates tr")
+        check(len(rows) >= 8 and "chosen" in rows[0].text and "%" in rows[7].text, "page: candidates")
+        by("reset").click()
+        Select(by("mode")).select_by_value("text")
+        say("It is a truth")
+        check(by("log").text.startswith("It is a truth") and len(d.find_elements(By.CSS_SELECTOR, ".token")) == 40, "page: a text continued")
+        by("temperature").send_keys("-1")
+        d.execute_script("document.getElementById('temperature').min = ''")
+        say("x")
+        check(d.find_elements(By.CSS_SELECTOR, ".error") and "temperature" in d.find_elements(By.CSS_SELECTOR, ".error")[-1].text, "page: an error is shown")
+        severe = [e for e in d.get_log("browser") if e["level"] == "SEVERE" and "400" not in e["message"]]
+        check(not severe, "page: %s" % severe)
+    finally:
+        d.quit()
+        s.stop()
+
+
 def main():
-    help_text = subprocess.run([options.program, "serve", "--port", "0", "--ctx", "0"], capture_output=True, text=True).stderr
     if "was built without it" in subprocess.run([options.program, "serve", "--host", "256.0.0.1"], capture_output=True, text=True).stderr:
         print("skipped: the program was built without the server")
         print("server: 0 passed, 0 failed, 1 skipped")
@@ -457,7 +521,7 @@ def main():
             break
     else:
         check(s.stop() == 0, "status after SIGTERM")
-    for test in [test_queue, test_key, test_beginning]:
+    for test in [test_queue, test_key, test_beginning, test_page]:
         try:
             test()
         except Exception as e:
