@@ -608,7 +608,7 @@ typedef struct cell {
 } cell;
 
 static const cell cells[] = {
-    {"prefill1", PREFILL, 1, 0, 0},       {"prefill8", PREFILL, 8, 0, 0},       {"prefill32", PREFILL, 32, 0, 0},
+    {"prefill1", PREFILL, 1, 0, 0},       {"prefill8", PREFILL, 8, 0, 0},       {"prefill20", PREFILL, 20, 0, 1},     {"prefill32", PREFILL, 32, 0, 0},
     {"prefill128", PREFILL, 128, 0, 0},   {"prefill512", PREFILL, 512, 0, 0},   {"prefill2048", PREFILL, 2048, 0, 1},
     {"logits128", PREFILL, 128, 1, 0},    {"decode0", DECODE, 0, 0, 0},         {"decode1024", DECODE, 1024, 0, 0},
     {"decode8192", DECODE, 8192, 0, 0},   {"batch1", BATCH, 1, 0, 0},           {"batch2", BATCH, 2, 0, 0},
