@@ -101,7 +101,7 @@ $(B)/test_%$(EXE): $(B)/test_%.o $(B)/tracefile.o $(OUT)libgemma4.a
 
 # Built by test/fuzz.sh, with clang's flags.
 $(B)/fuzz: $(B)/fuzz.o $(patsubst %,$(B)/%.o,$(CORE) $(filter-out main,$(CLI)))
-	$(CC) $(CFLAGS_ALL) $^ $(LIBS) $(LDFLAGS) -o $@
+	$(CC) $(CFLAGS_ALL) $^ $(LIBS) $(if $(filter 1,$(SERVER)),$(MICROHTTPD)) $(LDFLAGS) -o $@
 
 run: all
 	./gemma4 run -p "It is a truth universally acknowledged, that" -n 160 --seed 10

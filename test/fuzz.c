@@ -11,6 +11,7 @@
 #include "gemma4.h"
 #include "tracefile.h"
 
+#include <float.h>
 #include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -107,7 +108,7 @@ static void fuzz_json(const uint8_t *data, size_t n) {
             double x = 0, y = strtod(g4_json_string(&j, i), NULL);
             int64_t whole;
             int failed = g4_json_double(&j, i, &x);
-            REQUIRE(failed ? y > 1.7e308 || y < -1.7e308 : !memcmp(&x, &y, sizeof x));
+            REQUIRE(failed ? y > DBL_MAX || y < -DBL_MAX : !memcmp(&x, &y, sizeof x));
             if (!g4_json_int(&j, i, &whole)) REQUIRE(!failed && (double)whole == x);
         }
     }
@@ -116,6 +117,20 @@ static void fuzz_json(const uint8_t *data, size_t n) {
 }
 
 /* ---- config ------------------------------------------------------------------------------------------------------------- */
+
+/* What the rest of the library takes for granted about a config. */
+static void require_config(const g4_config *c) {
+    for (int i = 0; i < c->num_hidden_layers; i++) {
+        const g4_layer_config *l = &c->layers[i], *donor = &c->layers[l->kv_layer];
+        REQUIRE(l->kv_layer >= 0 && l->kv_layer <= i && donor->kv_layer == l->kv_layer && donor->type == l->type);
+        REQUIRE(l->head_dim > 0 && l->head_dim % 2 == 0 && l->intermediate_size > 0 && c->num_attention_heads % l->num_key_value_heads == 0);
+        REQUIRE(donor->head_dim == l->head_dim && donor->num_key_value_heads == l->num_key_value_heads);
+    }
+    REQUIRE(c->layers[c->num_hidden_layers - 1].type == G4_FULL_ATTENTION && c->top_k_experts <= c->num_experts);
+    REQUIRE(c->n_eos <= 16 && c->n_suppress <= 64);
+    for (int i = 0; i < c->n_eos; i++) REQUIRE(c->eos_token_id[i] >= 0 && c->eos_token_id[i] < c->vocab_size);
+    for (int i = 0; i < 2; i++) REQUIRE(c->rope[i].theta > 0 && c->rope[i].factor > 0);
+}
 
 static void fuzz_config(const uint8_t *data, size_t n) {
     g4_model m = {.backend = &g4_backend_scalar};
@@ -126,16 +141,7 @@ static void fuzz_config(const uint8_t *data, size_t n) {
         REQUIRE(!c->layers);
         return;
     }
-    for (int i = 0; i < c->num_hidden_layers; i++) {
-        const g4_layer_config *l = &c->layers[i], *donor = &c->layers[l->kv_layer];
-        REQUIRE(l->kv_layer >= 0 && l->kv_layer <= i && donor->kv_layer == l->kv_layer && donor->type == l->type);
-        REQUIRE(l->head_dim > 0 && l->head_dim % 2 == 0 && l->intermediate_size > 0 && c->num_attention_heads % l->num_key_value_heads == 0);
-        REQUIRE(donor->head_dim == l->head_dim && donor->num_key_value_heads == l->num_key_value_heads);
-    }
-    REQUIRE(c->layers[c->num_hidden_layers - 1].type == G4_FULL_ATTENTION && c->top_k_experts <= c->num_experts && c->n_eos <= 16);
-    for (int i = 0; i < c->n_eos; i++) REQUIRE(c->eos_token_id[i] >= 0 && c->eos_token_id[i] < c->vocab_size);
-    for (int i = 0; i < 2; i++) REQUIRE(c->rope[i].theta > 0 && c->rope[i].factor > 0);
-
+    require_config(c);
     g4_state_options o = {.threads = 1};
     for (int large = 0; large < 2; large++) {
         size_t kv = 0, bytes = g4_state_bytes(&m, &o, &kv);
@@ -265,12 +271,9 @@ static void fuzz_gguf(const uint8_t *data, size_t n) {
     if (g4_gguf_bind(g, &m, &(g4_options){.warn = require_warning}, &err)) {
         require_line(err.text);
     } else {
+        require_config(c);
         for (int i = 0; i < c->num_hidden_layers; i++) {
-            const g4_layer_config *l = &c->layers[i], *donor = &c->layers[l->kv_layer];
-            REQUIRE(l->kv_layer >= 0 && l->kv_layer <= i && donor->kv_layer == l->kv_layer && donor->type == l->type);
-            REQUIRE(l->head_dim > 0 && l->head_dim % 2 == 0 && l->intermediate_size > 0 && c->num_attention_heads % l->num_key_value_heads == 0);
-            REQUIRE(donor->head_dim == l->head_dim && donor->num_key_value_heads == l->num_key_value_heads);
-            REQUIRE((m.layers[i].k_proj.data != NULL) == (l->kv_layer == i));
+            REQUIRE((m.layers[i].k_proj.data != NULL) == (c->layers[i].kv_layer == i));
             for (const g4_tensor *w = (const g4_tensor *)&m.layers[i]; w < (const g4_tensor *)&m.layers[i + 1]; w++) {
                 const unsigned char *p = w->data;
                 size_t bytes = p ? (size_t)w->rows * g4_row_bytes(w) : 0;
@@ -278,9 +281,7 @@ static void fuzz_gguf(const uint8_t *data, size_t n) {
                 REQUIRE(p >= data && bytes > 0 && bytes <= n && p <= data + n - bytes && w->cols % g4_types[w->type].block == 0);
             }
         }
-        REQUIRE(m.embed_tokens.data && m.lm_head.data && m.norm.data && c->top_k_experts <= c->num_experts && c->n_eos <= 16 && c->n_suppress <= 64);
-        for (int i = 0; i < c->n_eos; i++) REQUIRE(c->eos_token_id[i] >= 0 && c->eos_token_id[i] < c->vocab_size);
-        for (int i = 0; i < 2; i++) REQUIRE(c->rope[i].theta > 0 && c->rope[i].factor > 0);
+        REQUIRE(m.embed_tokens.data && m.lm_head.data && m.norm.data);
     }
     free(c->layers);
     free(m.layers);
