@@ -1297,7 +1297,7 @@ static int command_chat(const arguments *a) {
     g4_error err;
     session s = open_conversation(a, 1, &family);
     terminal_options o = {.model = s.model, .state = s.state, .tok = s.tokenizer, .family = family, .sampling = sampling_of(a, s.model), .system = a->system,
-                          .thinking = a->thinking, .max_new = a->n >= 0 ? (int)a->n : INT_MAX, .quiet = quiet};
+                          .thinking = a->thinking, .max_new = a->n >= 0 ? (int)a->n : INT_MAX, .quiet = quiet, .clock = seconds};
     buffer text = {0};
     if (a->prompt || a->file) {
         text = input_text(a);

@@ -17,7 +17,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #if defined(_WIN32)
 #include <io.h>
 #define isatty _isatty
@@ -142,12 +141,6 @@ static void on_part(void *user, const g4_part *part) {
     put(t, &t->content, part->text, part->n);
 }
 
-static double seconds(void) {
-    struct timespec now;
-    timespec_get(&now, TIME_UTC);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
 /* The ids of the conversation so far; -1 with a reason. */
 static int make_prompt(terminal *t, int32_t **ids, size_t *n, int *in_reasoning, g4_error *err) {
     string request = {0};
@@ -180,7 +173,7 @@ static int answer(terminal *t, g4_error *err) {
     g4_free(ids);
     int failed = request < 0 ? -1 : 0, cancelled = 0, n_new = 0, n_cached = 0;
     g4_finish finish = G4_RUNNING;
-    double start = seconds(), first = 0;
+    double start = t->o->clock(), first = 0;
     t->content.n = 0;
     t->reasoning = t->column = 0;
     interrupted = 0;
@@ -188,7 +181,7 @@ static int answer(terminal *t, g4_error *err) {
         const g4_event *event;
         int events = g4_engine_step(t->engine, &event);
         for (int i = 0; i < events; i++) {
-            if (event[i].token >= 0 && !first) first = seconds();
+            if (event[i].token >= 0 && !first) first = t->o->clock();
             if (event[i].token >= 0 && event[i].finish != G4_FINISH_STOP_ID && !failed && !cancelled) failed = g4_answer_push(reader, event[i].token, err);
             if (event[i].finish == G4_FINISH_ERROR) failed = g4_fail(err, "%s", event[i].error);
             n_new = event[i].n_new, n_cached = event[i].n_cached, finish = event[i].finish;
@@ -205,7 +198,7 @@ static int answer(terminal *t, g4_error *err) {
     if (t->failed) return g4_fail(err, "%s", ferror(stdout) ? "cannot write the answer to standard output" : "out of memory");
     if (failed) return -1;
     add_message(t, "assistant", t->content.data ? t->content.data : "", t->content.n);
-    double end = seconds();
+    double end = t->o->clock();
     if (!t->o->quiet) {
         fprintf(stderr, "[%s%zu tokens read, %d of them known; %d written", cancelled ? "stopped; " : finish == G4_FINISH_LENGTH ? "cut off; " : "", n, n_cached, n_new);
         if (first > 0 && n_new > 1 && end > first) fprintf(stderr, ", %.1f tokens/s; first after %.2f s", (n_new - 1) / (end - first), first - start);

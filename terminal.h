@@ -14,6 +14,7 @@ typedef struct terminal_options {
     const char *prompt;          /* [n_prompt]: the only message, then the end; NULL: messages are read from stdin */
     size_t n_prompt;
     int thinking, max_new, speculate, quiet;
+    double (*clock)(void);       /* seconds */
 } terminal_options;
 
 /* Talks until stdin ends or /quit. -1: it could not begin or go on. */
