@@ -282,10 +282,10 @@ static int read_sequence(g4_state *s, int seq, const g4_file *f, int32_t *ids, c
     for (int l = 0; l < c->num_hidden_layers && !failed; l++) {
         size_t floats = floats_of(c, l, length);
         int first = first_of(c, l, length);
+        if (c->layers[l].kv_layer == l && first > oldest) oldest = first;
         if (!floats) continue;
         get_words(k, p, 2 * floats);
         p += 8 * floats;
-        if (first > oldest) oldest = first;
         if (g4_state_rows(s, 1, l, seq, first, length - first, k, k + floats)) failed = g4_fail(err, "%s: copying the K/V of layer %d failed", m->backend->name, l);
     }
     free(k);
