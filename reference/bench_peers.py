@@ -32,9 +32,10 @@ STEPS, DEEP_STEPS = 16, 8
 
 
 class Gemma4:
+    name = "gemma4"
+
     def __init__(self, args, model):
         self.args, self.model, self.read = args, model, []
-        self.name = "gemma4"
 
     def measure(self, cell):
         a = self.args
@@ -45,9 +46,10 @@ class Gemma4:
 
 
 class Llama:
+    name = "llama.cpp"
+
     def __init__(self, args, gguf):
         self.args, self.gguf, self.deep, self.context = args, gguf, None, None
-        self.name = "llama.cpp"
 
     def bench(self, *options):
         command = [self.args.llama_bench, "-m", self.gguf, "-t", str(self.args.threads), "-ngl", "0", "-o", "json", *options]
@@ -109,6 +111,8 @@ class Llama:
 
 
 class Transformers:
+    name = "transformers"
+
     def __init__(self, args):
         import torch
         import transformers
@@ -117,7 +121,6 @@ class Transformers:
         self.torch, self.cache = torch, transformers.DynamicCache
         torch.set_num_threads(args.threads)
         self.model = trace.load(args.model, getattr(torch, args.dtype))
-        self.name = "transformers"
         self.versions = "transformers %s, torch %s, %s, eager, logits_to_keep=1" % (transformers.__version__, torch.__version__, args.dtype)
         self.measure("prefill20")  # the first run fetches weights and builds what is kept
 
@@ -204,7 +207,7 @@ def main():
         peers.append(Transformers(args))
         print(peers[-1].versions)
     print("%s, threads %d, %d rounds, tokens/s: median (lowest .. highest), and how many times theirs ours is\n" % (args.model, args.threads, args.rounds))
-    print("%-8s %-11s %-24s" % ("weights", "cell", ours.name) + "".join(" | %-24s %6s" % (side.name, "ratio") for side in peers or [Llama]), flush=True)
+    print("%-8s %-11s %-24s" % ("weights", "cell", Gemma4.name) + "".join(" | %-24s %6s" % (side.name, "ratio") for side in peers or [Llama]), flush=True)
     if peers:
         compare(args, "as DIR", ours, peers)
     read = ours.read
