@@ -1149,6 +1149,58 @@ static sizes measure(const g4_model *m) {
     return s;
 }
 
+/* The model's tensors by what they are for, with the types that a GGUF file mixes. */
+typedef struct tensor_group {
+    const char *name;
+    double parameters, bytes, per_token; /* bytes read for each token: of the tables a row, of the experts those chosen */
+    int types[G4_N_TYPES];               /* tensors of each type */
+} tensor_group;
+enum { EMBED_TOKENS, EMBED_PER_LAYER, LM_HEAD, ATTENTION, MLP, EXPERTS, PER_LAYER_INPUTS, NORMS, ALL_GROUPS, N_TENSOR_GROUPS };
+
+/* All matrices of a layer; the rest of it is vectors, and the router. */
+static const struct {
+    int group;
+    size_t field;
+} matrices[] = {
+    {ATTENTION, offsetof(g4_layer, q_proj)}, {ATTENTION, offsetof(g4_layer, k_proj)}, {ATTENTION, offsetof(g4_layer, v_proj)},
+    {ATTENTION, offsetof(g4_layer, o_proj)}, {MLP, offsetof(g4_layer, gate_proj)}, {MLP, offsetof(g4_layer, up_proj)},
+    {MLP, offsetof(g4_layer, down_proj)}, {EXPERTS, offsetof(g4_layer, experts_gate_up_proj)}, {EXPERTS, offsetof(g4_layer, experts_up_proj)},
+    {EXPERTS, offsetof(g4_layer, experts_down_proj)}, {PER_LAYER_INPUTS, offsetof(g4_layer, per_layer_input_gate)},
+    {PER_LAYER_INPUTS, offsetof(g4_layer, per_layer_projection)},
+};
+
+static void add_to_group(tensor_group *groups, int which, const g4_tensor *t, double share) {
+    double bytes = count(t) * type_bytes(t->type);
+    if (!t->data) return;
+    for (tensor_group *g = &groups[which];; g = &groups[ALL_GROUPS]) {
+        g->parameters += count(t);
+        g->bytes += bytes;
+        g->per_token += share * bytes;
+        g->types[t->type]++;
+        if (g == &groups[ALL_GROUPS]) return;
+    }
+}
+
+static void group_tensors(const g4_model *m, tensor_group groups[N_TENSOR_GROUPS]) {
+    static const char *const names[] = {"embed_tokens", "embed_tokens_per_layer", "lm_head", "attention", "mlp", "experts", "per-layer inputs", "norms, scales, router", "all"};
+    const g4_config *c = &m->config;
+    const int tied = m->lm_head.data == m->embed_tokens.data;
+    for (int i = 0; i < N_TENSOR_GROUPS; i++) groups[i] = (tensor_group){.name = names[i]};
+    add_to_group(groups, EMBED_TOKENS, &m->embed_tokens, (tied ? 1 : 0) + 1.0 / (double)m->embed_tokens.rows); /* a row, and as the head all of it */
+    if (m->embed_tokens_per_layer.data) add_to_group(groups, EMBED_PER_LAYER, &m->embed_tokens_per_layer, 1.0 / (double)m->embed_tokens_per_layer.rows);
+    if (!tied) add_to_group(groups, LM_HEAD, &m->lm_head, 1);
+    add_to_group(groups, PER_LAYER_INPUTS, &m->per_layer_model_projection, 1);
+    add_to_group(groups, NORMS, &m->per_layer_projection_norm, 1);
+    add_to_group(groups, NORMS, &m->norm, 1);
+    for (int l = 0; l < c->num_hidden_layers; l++)
+        for (const g4_tensor *t = (const g4_tensor *)&m->layers[l]; t < (const g4_tensor *)&m->layers[l + 1]; t++) {
+            size_t field = (size_t)((const char *)t - (const char *)&m->layers[l]), k = 0;
+            while (k < sizeof matrices / sizeof matrices[0] && matrices[k].field != field) k++;
+            int group = k < sizeof matrices / sizeof matrices[0] ? matrices[k].group : NORMS;
+            add_to_group(groups, group, t, group == EXPERTS && c->num_experts ? (double)c->top_k_experts / c->num_experts : 1);
+        }
+}
+
 static const char *kind_name(const g4_layer_config *l) { return l->type == G4_SLIDING_ATTENTION ? "sliding_attention" : "full_attention"; }
 
 typedef struct figure {
@@ -1163,6 +1215,8 @@ static int command_info(const arguments *a) {
     session s = open_model(a);
     const g4_config *c = s.config;
     sizes z = measure(s.model);
+    tensor_group groups[N_TENSOR_GROUPS];
+    group_tensors(s.model, groups);
     g4_state_options o = state_options(a, c->max_position_embeddings < 4096 ? c->max_position_embeddings : 4096);
     size_t kv = 0, memory = g4_state_bytes(s.model, &o, &kv);
     if (!memory) fatal("info: a state with --ctx %d and --chunk %d would not fit the address space", o.ctx, o.chunk);
@@ -1197,6 +1251,19 @@ static int command_info(const arguments *a) {
             printf("%s{\"type\": \"%s\", \"head_dim\": %d, \"num_key_value_heads\": %d", l ? ", " : "", kind_name(lc), lc->head_dim, lc->num_key_value_heads);
             printf(", \"intermediate_size\": %d, \"kv_layer\": %d}", lc->intermediate_size, lc->kv_layer);
         }
+        printf("], \"tensors\": [");
+        for (const tensor_group *g = groups; g < groups + N_TENSOR_GROUPS; g++) {
+            const char *comma = "";
+            if (!g->parameters) continue;
+            printf("%s{\"name\": \"%s\", \"parameters\": %.0f, \"bytes\": %.0f, \"bits_per_weight\": %.4f, \"bytes_per_token\": %.0f, \"types\": {",
+                   g == groups ? "" : ", ", g->name, g->parameters, g->bytes, 8 * g->bytes / g->parameters, g->per_token);
+            for (int t = 0; t < G4_N_TYPES; t++) {
+                if (!g->types[t]) continue;
+                printf("%s\"%s\": %d", comma, g4_types[t].name, g->types[t]);
+                comma = ", ";
+            }
+            printf("}}");
+        }
         printf("], \"ignored\": [");
         const char *name;
         for (int i = 0; (name = g4_checkpoint_ignored(s.model, i)); i++) {
@@ -1218,6 +1285,18 @@ static int command_info(const arguments *a) {
             printf("%5d  %-17s  %8d  %8d  %12d  ", l, kind_name(lc), lc->head_dim, lc->num_key_value_heads, lc->intermediate_size);
             if (lc->kv_layer != l) printf("of layer %d\n", lc->kv_layer);
             else printf("own%s\n", s.model->layers[l].v_proj.data ? "" : ", V from k_proj");
+        }
+        printf("\n%-24s %13s %13s %12s %13s  types, number of tensors\n", "tensors", "parameters", "bytes", "bits/weight", "bytes/token");
+        for (const tensor_group *g = groups; g < groups + N_TENSOR_GROUPS; g++) {
+            const char *comma = " ";
+            if (!g->parameters) continue;
+            printf("%-24s %13.0f %13.0f %12.2f %13.0f ", g->name, g->parameters, g->bytes, 8 * g->bytes / g->parameters, g->per_token);
+            for (int t = 0; t < G4_N_TYPES; t++) {
+                if (!g->types[t]) continue;
+                printf("%s%s %d", comma, g4_types[t].name, g->types[t]);
+                comma = ", ";
+            }
+            printf("\n");
         }
         const char *name;
         for (int i = 0; (name = g4_checkpoint_ignored(s.model, i)); i++)

@@ -558,6 +558,75 @@ static void test_info(void) {
     CHECK(status == 0 && strstr(out, "of layer 3") && strstr(out, "none: "), "info: %s", out);
 }
 
+/* The groups of info's "tensors" add up, and to what the other figures say. */
+static void check_groups(const char *model) {
+    g4_json j;
+    g4_error err;
+    double sums[3] = {0}, all[3] = {0}, parameters = 0, streamed = 0, rows = 0, types = 0, all_types = 0;
+    static const char *const keys[] = {"parameters", "bytes", "bytes_per_token"};
+    sh("$G info %s --json -q", model);
+    CHECK(status == 0 && !g4_json_parse(&j, out, out_size, "info --json", &err), "info %s: %d %s", model, status, err_text);
+    if (status) return;
+    uint32_t list = g4_json_get(&j, 0, "tensors");
+    for (uint32_t i = list ? j.nodes[list].first : 0; i; i = j.nodes[i].next) {
+        double x[3] = {0}, bits = 0, n = 0;
+        for (int k = 0; k < 3; k++) g4_json_double(&j, g4_json_get(&j, i, keys[k]), &x[k]);
+        g4_json_double(&j, g4_json_get(&j, i, "bits_per_weight"), &bits);
+        CHECK(fabs(bits - 8 * x[1] / x[0]) < 1e-3, "%s: %g bits per weight", model, bits);
+        int last = !strcmp(g4_json_string(&j, g4_json_get(&j, i, "name")), "all");
+        for (int k = 0; k < 3; k++) (last ? all : sums)[k] += x[k];
+        for (uint32_t t = j.nodes[g4_json_get(&j, i, "types")].first; t; t = j.nodes[t].next)
+            if (!g4_json_double(&j, t, &n)) *(last ? &all_types : &types) += n;
+    }
+    g4_json_double(&j, g4_json_get(&j, 0, "parameters"), &parameters);
+    g4_json_double(&j, g4_json_get(&j, 0, "streamed_bytes_per_token"), &streamed);
+    g4_json_double(&j, g4_json_get(&j, 0, "table_row_bytes_per_token"), &rows);
+    CHECK(all[0] > 0 && all[0] == sums[0] && all[1] == sums[1] && all_types == types && all[0] == parameters, "%s: all %g, groups %g, parameters %g", model, all[0], sums[0],
+          parameters);
+    CHECK(fabs(all[2] - sums[2]) <= 4 && fabs(all[2] - streamed - rows) <= 1, "%s: bytes per token %g, %g + %g", model, all[2], streamed, rows);
+    g4_json_free(&j);
+}
+
+/* ---- GGUF files ---- */
+
+static void test_gguf(void) {
+    static const char *const models[] = {"ple", "moe"};
+    char ids[2][200], hash[32];
+    for (int i = 0; i < 2; i++) {
+        g4_safetensors st;
+        g4_error err;
+        char path[100];
+        snprintf(path, sizeof path, "test/gguf/%s.expected.safetensors", models[i]);
+        CHECK(!g4_safetensors_open(&st, path, 0, &err), "%s", err.text);
+        const g4_st_tensor *t = g4_safetensors_find(&st, "ids");
+        *ids[i] = 0;
+        for (int64_t k = 0; t && k < t->shape[0]; k++) sprintf(ids[i] + strlen(ids[i]), "%s%d", k ? "," : "", t->data[4 * k] | t->data[4 * k + 1] << 8);
+        g4_safetensors_close(&st);
+        sh("$G trace test/gguf/%s.gguf --ids %s -o $D/t.safetensors -q && $G diff $D/t.safetensors %s", models[i], ids[i], path);
+        CHECK(status == 0 && strstr(out, "logits"), "diff with transformers: %d %s%s", status, out, err_text);
+        sh("$G hash test/gguf/%s.gguf --ids %s -q", models[i], ids[i]);
+        CHECK(status == 0 && strlen(out) == 17, "hash: %s%s", out, err_text);
+        snprintf(hash, sizeof hash, "%.17s", out);
+        sh("$G hash test/gguf/%s.gguf --ids %s -q --backend scalar --no-mmap --chunk 3", models[i], ids[i]);
+        CHECK(status == 0 && !strcmp(out, hash), "other bits of the scalar backend: %s, expected %s", out, hash);
+        sh("$G score test/gguf/%s.gguf --ids %s -q", models[i], ids[i]);
+        CHECK(status == 0 && strstr(out, "perplexity "), "score: %s%s", out, err_text);
+        sh("$G run test/gguf/%s.gguf --ids 2,5 -n 4 --temp 0 -q --profile=$D/p.json", models[i]);
+        CHECK(status == 0 && lines(out) == 1, "run: %s%s", out, err_text);
+        sh("$G run test/gguf/%s.gguf -p It -q", models[i]);
+        CHECK(status == 2 && strstr(err_text, "tokenizer.ggml.model: expected \"gemma4\", found no such key;") && strstr(err_text, "(text needs a tokenizer; --ids does not)"), "%s", err_text);
+        snprintf(path, sizeof path, "test/gguf/%s.gguf", models[i]);
+        check_groups(path);
+    }
+    sh("$G info test/gguf/moe.gguf -q");
+    CHECK(status == 0 && strstr(out, "\nexperts ") && strstr(out, " Q4_1 6, Q5_0 4, MXFP4 2\n") && strstr(out, "\nall "), "info: %s", out);
+    sh("cp test/gguf/ple.gguf $D/without-suffix && $G hash $D/without-suffix --ids %s -q", ids[0]);
+    CHECK(status == 0, "a file without the suffix: %s", err_text);
+    expect_error("is no GGUF file", "cp test/gguf/ple.expected.safetensors $D/other.gguf; $G hash $D/other.gguf --ids 1");
+    expect_error("incomplete download?", "head -c 200000 test/gguf/ple.gguf > $D/cut.gguf; $G hash $D/cut.gguf --ids 1");
+    check_groups("$M");
+}
+
 /* ---- diff ---- */
 
 /* A safetensors file from a header and data, put together here. */
@@ -820,6 +889,7 @@ int main(int argc, char **argv) {
     test_trace();
     test_score();
     test_info();
+    test_gguf();
     test_notices();
     test_writing();
     test_context();
