@@ -238,7 +238,7 @@ update() {
         set -f && set -- $line && set +f
         model=$2 T=$3 V=$4
         shift 4
-        if [ -d "$model" ]; then
+        if [ -e "$model" ]; then
             digits=$("$dir/$exe" hash "$model" --ids "$(ids "$T" "$V")" "$@" --backend scalar -q < /dev/null) || return 2
         else
             echo "matrix: $model is not there: its line stays without digits" >&2
@@ -273,9 +273,10 @@ for cell; do
     all_cells | tr ' ' '\n' | grep -qx -e "$cell" || { echo "matrix: there is no cell \"$cell\"; sh test/matrix.sh list" >&2; exit 2; }
 done
 failed=0 passed=0 skipped=0
-for config in test/fixtures/*/config.json; do
-    grep -q " ${config%/config.json} " "$list" && continue
-    echo "FAILED: ${config%/config.json} is not in $list: add its lines, and its digits by --update"
+for model in test/fixtures/*/config.json test/gguf/*.expected.safetensors; do
+    case $model in */config.json) model=${model%/config.json} ;; *) model=${model%.expected.safetensors}.gguf ;; esac
+    grep -q " $model " "$list" && continue
+    echo "FAILED: $model is not in $list: add its lines, and its digits by --update"
     failed=$((failed + 1))
 done
 lines=$(grep -v '^#' "$list" | grep '^- ') && { echo 'skipped, for want of digits (--update):' && echo "$lines"; } && skipped=$(echo "$lines" | grep -c .)
