@@ -628,11 +628,11 @@ const char *g4_gguf_ignored(const g4_gguf *g, int i);
 
 /* -- chat.c -- */
 
-/* g4_chat_render for a request that is parsed already, and may be part of another value. settings NULL: all as it says. */
 typedef struct g4_chat_settings {
     int add_generation_prompt, enable_thinking, preserve_thinking; /* 0, 1; -1: as the request says */
     int no_tools; /* the request's tools are passed over */
 } g4_chat_settings;
+/* g4_chat_render for a request that is parsed already, and may be part of another value. settings NULL: all as it says. */
 int g4_chat_render_json(const g4_json *j, uint32_t request, g4_chat_family family, const g4_chat_settings *settings, g4_chat_prompt *prompt, g4_error *err);
 
 /* -- gemma4.c -- */

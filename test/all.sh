@@ -61,6 +61,14 @@ count $? quants
 build/venv/bin/python test/python.py > "$log" 2>&1
 count $? python
 
+if [ -d "${SHARED:-none}/templates" ]; then
+    build/venv/bin/python reference/chats.py "$SHARED/templates" build/chats.jsonl --count 2000 --seed "$seed" > "$log" 2>&1 && build/test_chat compare build/chats.jsonl > "$log" 2>&1
+    count $? chats
+else
+    echo "skipped: random chats: Google's templates are not in $SHARED/templates"
+    skipped=$((skipped + 1))
+fi
+
 build/venv/bin/python test/server.py --program build/san/gemma4 ${CI:+--seed 3} > "$log" 2>&1
 count $? server
 

@@ -55,6 +55,14 @@ seed() {
         printf '0<bos><|turn>user\n\303\244\360\237\230\200 \342\226\201  hmm\n\n\n' > "$to/special" ;;
     decode)
         for n in 1 2 3 4 5 6 7 8 9; do tail -c +${n}00000 models/austen/model.safetensors | head -c 100 > "$to/$n"; done ;;
+    chat)
+        sed -n 's/^{"request": \(.*\), "small": .*/\1/p' test/chats.jsonl | while read -r request; do
+            n=$((n + 1))
+            printf '%s' "$((n % 2))$request" | head -c 4096 > "$to/$n"
+        done ;;
+    answer) # with the ids of the shipped tokenizer: 7 <|tool_call> 8 <tool_call|> 11 <|"|> 13 <|channel> 14 <channel|>
+        printf '0\015thought\nHm.\n\016Yes.\020' > "$to/1"
+        printf '1more\n\016\007call:f{a:\013x\013,b:[1,true,{c:null}]}\010' > "$to/2" ;;
     ids)
         printf 2,818,5279 > "$to/1"
         printf 0,2147483647,-1 > "$to/2" ;;
@@ -63,7 +71,7 @@ seed() {
 }
 
 # What the parsers compare with.
-LC_ALL=C grep -oh '"[][A-Za-z0-9_.<>|]\{2,40\}"' checkpoint.c gguf.c tokenizer.c tracefile.c | sort -u > $B/dictionary
+LC_ALL=C grep -oh '"[][A-Za-z0-9_.<>|]\{2,40\}"' checkpoint.c gguf.c tokenizer.c tracefile.c chat.c answer.c | sort -u > $B/dictionary
 
 limits='-timeout=20 -rss_limit_mb=1024 -malloc_limit_mb=256'
 
