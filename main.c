@@ -206,6 +206,7 @@ static void prepare_system(int *argc, char ***argv) {
 
 /* ---- Options ------------------------------------------------------------------------------------------------------------- */
 
+enum { DRAFT_TOKENS = 8 }; /* --speculate */
 enum { RUN = 1, TOKENIZE = 2, DETOKENIZE = 4, LOGITS = 8, TRACE = 16, DIFF = 32, HASH = 64, SCORE = 128, INFO = 256, HELP = 512, BENCH = 1024, TEMPLATE = 4096, CHAT = 8192, SERVE = 16384 };
 enum { FORWARD = RUN | LOGITS | TRACE | HASH | SCORE, SAMPLED = RUN | CHAT, SIZED = FORWARD | INFO | BENCH | CHAT | SERVE };
 
@@ -213,14 +214,16 @@ typedef struct arguments {
     const char *model;              /* NULL: the shipped one */
     const char **rest;              /* [n_rest] other arguments without a dash */
     int n_rest;
-    const char *prompt, *file, *ids, *seed, *output, *tensors, *backend, *precision, *only, *profile, *family, *logit_bias, *prefetch, *system, *host, *api_key, *name;
+    const char *prompt, *file, *ids, *seed, *output, *tensors, *backend, *precision, *only, *profile, *family, *logit_bias, *prefetch, *speculate, *system, *host, *api_key, *name;
+    const char **stop;              /* [n_stop] */
+    int n_stop;
     int64_t n, top_k, threads, ctx, chunk, port, parallel, queue, max_body, timeout, grace; /* -1: not given */
     double temp, top_p, min_p, repeat_penalty, rtol, atol, seconds; /* -1: not given */
     double frequency_penalty, presence_penalty;
     int ignore_eos, escape, bos, jsonl, skip_special, json, no_mmap, full, thinking, quiet, help;
 } arguments;
 
-typedef enum option_kind { FLAG, TEXT, OPTIONAL_TEXT /* "" without =TEXT */, INTEGER, NUMBER } option_kind;
+typedef enum option_kind { FLAG, TEXT, OPTIONAL_TEXT /* "" without =TEXT */, LIST /* --stop: all that are given */, INTEGER, NUMBER } option_kind;
 
 typedef struct option {
     const char *letter, *name, *value; /* "-p", "--prompt", "TEXT"; "a|b": one of these; FILE: the completions offer files */
@@ -236,7 +239,7 @@ static const option options[] = {
     {"-p", "--prompt", "TEXT", TEXT, AT(prompt), 0, 0, FORWARD | TOKENIZE | CHAT, "the text, as it is (but see -e)"},
     {"-f", "--file", "FILE", TEXT, AT(file), 0, 0, FORWARD | TOKENIZE | CHAT, "the text is the content of FILE, to the last byte"},
     {"-e", "--escape", NULL, FLAG, AT(escape), 0, 0, FORWARD | TOKENIZE | CHAT,
-     "in -p, \\n \\t \\r \\\\ and \\xHH mean what they mean in C; without -e a backslash is one"},
+     "in -p and --stop, \\n \\t \\r \\\\ and \\xHH mean what they mean in C; without -e a backslash is one"},
     {NULL, "--ids", "A,B,...", TEXT, AT(ids), 0, 0, FORWARD, "token ids instead of text, used as given: no BOS is added, no tokenizer needed"},
     {"-n", "--n-predict", "N", INTEGER, AT(n), 0, INT_MAX, SAMPLED, "new tokens at most (128)"},
     {NULL, "--temp", "X", NUMBER, AT(temp), 0, 1e6, SAMPLED, "temperature; 0 picks the best token each time (generation_config.json)"},
@@ -248,6 +251,8 @@ static const option options[] = {
     {NULL, "--presence-penalty", "X", NUMBER, AT(presence_penalty), -100, 100, SAMPLED, "taken from the logit of each token that was generated (0)"},
     {NULL, "--logit-bias", "ID:X,...", TEXT, AT(logit_bias), 0, 0, SAMPLED, "added to the logits of these ids; -100 as good as forbids one"},
     {NULL, "--seed", "N", TEXT, AT(seed), 0, 0, SAMPLED, "0 to 2^64 - 1; one seed gives one text everywhere (from the clock, and reported)"},
+    {NULL, "--stop", "TEXT", LIST, AT(stop), 0, 0, RUN, "end before this text; may be given more than once"},
+    {NULL, "--speculate", "N|off", TEXT, AT(speculate), 0, 0, RUN | CHAT | SERVE, "draft up to N tokens from what the text said before; changes the speed, never the text (8; serve: off)"},
     {NULL, "--ignore-eos", NULL, FLAG, AT(ignore_eos), 0, 0, RUN, "do not end at a stop id"},
     {NULL, "--system", "TEXT", TEXT, AT(system), 0, 0, CHAT, "the system message"},
     {NULL, "--thinking", NULL, FLAG, AT(thinking), 0, 0, CHAT, "let the model think before it answers"},
@@ -331,6 +336,12 @@ static void set_option(arguments *a, const option *o, const char *name, const ch
     char *field = (char *)a + o->field;
     if (o->kind == FLAG) *(int *)field = 1;
     if (o->kind == TEXT || o->kind == OPTIONAL_TEXT) *(const char **)field = value;
+    if (o->kind == LIST) {
+        const char ***list = (const char ***)(void *)field;
+        *list = realloc(*list, ((size_t)a->n_stop + 1) * sizeof **list);
+        if (!*list) fatal("out of memory for %d times %s", a->n_stop + 1, name);
+        (*list)[a->n_stop++] = value;
+    }
     if (o->kind == NUMBER) *(double *)field = parse_number(name, value, o->min, o->max);
     if (o->kind == INTEGER) {
         uint64_t n = parse_whole(name, value, (uint64_t)o->max);
@@ -428,7 +439,8 @@ static int hex_digit(char c) {
     return at ? (int)(at - digits) % 16 : -1;
 }
 
-static buffer unescape(const char *from) {
+/* `name` is the option's, for messages. */
+static buffer unescape(const char *name, const char *from) {
     static const char letters[] = "ntr\\", values[] = "\n\t\r\\";
     buffer t = new_buffer();
     for (const char *c = from; *c; c++) {
@@ -436,13 +448,13 @@ static buffer unescape(const char *from) {
         if (*c != '\\') push_byte(&t, *c);
         else if (letter) push_byte(&t, values[letter - letters]), c++;
         else if (c[1] == 'x' && hex_digit(c[2]) >= 0 && hex_digit(c[3]) >= 0) push_byte(&t, hex_digit(c[2]) << 4 | hex_digit(c[3])), c += 3;
-        else fatal("-p with -e: at byte %zu, expected \\n, \\t, \\r, \\\\ or \\xHH, found \"%.4s\"", (size_t)(c - from), c);
+        else fatal("%s with -e: at byte %zu, expected \\n, \\t, \\r, \\\\ or \\xHH, found \"%.4s\"", name, (size_t)(c - from), c);
     }
     return t;
 }
 
 static buffer input_text(const arguments *a) {
-    if (a->prompt && a->escape) return unescape(a->prompt);
+    if (a->prompt && a->escape) return unescape("-p", a->prompt);
     if (a->prompt) {
         buffer t = {allocate(strlen(a->prompt), 1), strlen(a->prompt)};
         memcpy(t.data, a->prompt, t.n);
@@ -727,12 +739,6 @@ static int has_chat_template(const char *path) {
     return found;
 }
 
-static int is_stop_id(const g4_config *c, int32_t id) {
-    for (int i = 0; i < c->n_eos; i++)
-        if (c->eos_token_id[i] == id) return 1;
-    return 0;
-}
-
 /* A list like 5:-100,17:2.5. */
 static g4_logit_bias *parse_logit_bias(const char *text, int V, int *n) {
     g4_logit_bias *list = allocate(strlen(text) / 2 + 1, sizeof *list);
@@ -768,70 +774,68 @@ static g4_sampling sampling_of(const arguments *a, const g4_model *model) {
     return how;
 }
 
+/* "off", or tokens that a step may draft. */
+static int parse_speculate(const char *text) {
+    if (!strcmp(text, "off")) return 0;
+    return (int)parse_whole("--speculate (or off)", text, 64);
+}
+
 static int command_run(const arguments *a) {
     if (a->seed) parse_whole("--seed", a->seed, UINT64_MAX); /* before anything slow */
-    session s = open_session(a, 0);
-    const g4_config *c = s.config;
     g4_error err;
+    g4_engine_options eo = {.speculate = a->speculate ? parse_speculate(a->speculate) : DRAFT_TOKENS, .clock = seconds};
+    session s = open_session(a, 0);
     g4_sampling how = sampling_of(a, s.model);
-    how.n_prompt = s.prompt.n;
     if (!a->ids && has_chat_template(s.path))
         note("hint: this model is instruction-tuned, and run continues raw text; chat speaks with it through its template");
-    g4_decoder *decoder = a->ids ? NULL : g4_decoder_open(s.tokenizer, 0, &err);
-    if (!a->ids && !decoder) fatal("%s", err.text);
-
-    int n_prompt = (int)s.prompt.n, wanted = a->n >= 0 ? (int)a->n : 128, room = s.ctx - n_prompt, n = 0, stopped = 0;
-    int most = wanted < room ? wanted : room;
-    int32_t *history = allocate((size_t)n_prompt + (size_t)most, sizeof *history);
-    memcpy(history, s.prompt.data, (size_t)n_prompt * sizeof *history);
-    float *logits = new_logits(&s, 1);
+    int n_prompt = (int)s.prompt.n, wanted = a->n >= 0 ? (int)a->n : 128, n = 0;
+    g4_tokenizer *tok = a->ids ? NULL : s.tokenizer;
+    if (a->n_stop && !tok) fatal("--stop: the new text is searched for it, and with --ids there is none");
+    const char **stop = allocate((size_t)a->n_stop, sizeof *stop);
+    for (int i = 0; i < a->n_stop; i++) {
+        buffer t = a->escape ? unescape("--stop", a->stop[i]) : new_buffer();
+        for (const char *c = a->stop[i]; !a->escape && *c; c++) push_byte(&t, *c);
+        push_byte(&t, 0);
+        if (strlen(t.data) + 1 < t.n) fatal("--stop: \\x00 cannot be looked for");
+        stop[i] = t.data;
+    }
+    g4_request request = {.prompt = s.prompt.data, .n_prompt = s.prompt.n, .sampling = how, .max_new = wanted, .ignore_eos = a->ignore_eos, .stop = stop, .n_stop = a->n_stop};
+    g4_engine *e = g4_engine_open(s.state, tok, &eo, &err);
+    if (!e || g4_engine_add(e, &request, &err) < 0) fatal("%s", err.text);
+    g4_finish finish = G4_RUNNING;
+    g4_engine_stats stats = {0};
     profile_start(s.profile);
-    double begin = seconds(), prompt_time = 0, decode_time = 0;
-    if (most && forward_prompt(&s, logits, &err)) fatal("%s", err.text);
-    prompt_time = seconds() - begin;
-    while (n < most) {
-        begin = seconds();
-        int32_t id = g4_sample(&how, logits, c->vocab_size, history, (size_t)(n_prompt + n), c->suppress_tokens, c->n_suppress, &err);
-        profile_sampling(s.profile, begin);
-        if (id < 0) fatal("%s", err.text);
-        if ((stopped = !a->ignore_eos && is_stop_id(c, id))) break;
-        history[n_prompt + n++] = id;
-        if (decoder) {
-            const char *piece;
-            size_t size;
-            if (g4_decode_push(decoder, id, &piece, &size, &err)) fatal("%s", err.text);
-            fwrite(piece, 1, size, stdout);
-        } else {
-            printf("%s%d", n > 1 ? " " : "", (int)id);
+    while (g4_engine_pending(e)) {
+        const g4_event *event;
+        double sampled = stats.sampling_seconds;
+        int n_events = g4_engine_step(e, &event);
+        g4_engine_get_stats(e, &stats);
+        if (n_events) profile_sampling(s.profile, seconds() - (stats.sampling_seconds - sampled));
+        for (int i = 0; i < n_events; i++) {
+            if (event[i].finish == G4_FINISH_ERROR) fatal("%s", event[i].error);
+            fwrite(event[i].text, 1, event[i].n_text, stdout);
+            if (!tok && event[i].token >= 0) printf("%s%d", event[i].n_new > 1 ? " " : "", (int)event[i].token);
+            n = event[i].n_new;
+            finish = event[i].finish;
         }
-        flush_results();
-        if (n == most) break;
-        g4_row row = {.token = id, .pos = n_prompt + n - 1, .want_logits = 1};
-        begin = seconds();
-        if (g4_forward(s.state, &row, 1, logits, &err)) fatal("%s", err.text);
-        decode_time += seconds() - begin;
+        if (n_events) flush_results();
     }
     profile_stop(s.profile);
-    if (decoder) {
-        const char *piece;
-        size_t size;
-        if (g4_decode_end(decoder, &piece, &size, &err)) fatal("%s", err.text);
-        fwrite(piece, 1, size, stdout);
-        if (is_terminal(stdout)) putchar('\n');
-    } else {
-        putchar('\n');
-    }
+    if (!tok || is_terminal(stdout)) putchar('\n');
     flush_results();
-    if (!stopped && n == room && n < wanted)
+    if (finish == G4_FINISH_LENGTH && n < wanted)
         note("stopped: the context is full (n_prompt %d, %d new, n_ctx %d); --ctx N makes it longer", n_prompt, n, s.ctx);
-    int decoded = g4_length(s.state, 0) - n_prompt; /* one less than n unless a stop id ended it */
-    note("prompt %d tokens, %.2f/s; decode %d tokens, %.2f/s; seed %llu", n_prompt, most && prompt_time > 0 ? n_prompt / prompt_time : 0, n,
-         decode_time > 0 ? decoded / decode_time : 0, (unsigned long long)how.seed);
+    char drafts[128] = "";
+    if (stats.proposed)
+        snprintf(drafts, sizeof drafts, "; drafted %llu, right %llu, %.2f tokens per step", (unsigned long long)stats.proposed, (unsigned long long)stats.accepted,
+                 (double)n / (double)(n - (int)stats.accepted));
+    note("prompt %d tokens, %.2f/s; decode %d tokens, %.2f/s%s; seed %llu", n_prompt, stats.prompt_seconds > 0 ? n_prompt / stats.prompt_seconds : 0, n,
+         stats.decode_seconds > 0 ? (n - (finish != G4_FINISH_STOP_ID)) / stats.decode_seconds : 0, drafts, (unsigned long long)how.seed);
     report_profile(&s, a->profile);
-    g4_decoder_close(decoder);
+    g4_engine_close(e);
+    for (int i = 0; i < a->n_stop; i++) free((void *)stop[i]);
+    free(stop);
     free((void *)how.logit_bias);
-    free(history);
-    free(logits);
     close_session(&s);
     return 0;
 }
@@ -1376,7 +1380,8 @@ static int command_chat(const arguments *a) {
     g4_error err;
     session s = open_conversation(a, 1, &family);
     terminal_options o = {.model = s.model, .state = s.state, .tok = s.tokenizer, .family = family, .sampling = sampling_of(a, s.model), .system = a->system,
-                          .thinking = a->thinking, .max_new = a->n >= 0 ? (int)a->n : INT_MAX, .quiet = quiet, .clock = seconds};
+                          .thinking = a->thinking, .max_new = a->n >= 0 ? (int)a->n : INT_MAX, .quiet = quiet, .clock = seconds,
+                          .speculate = a->speculate ? parse_speculate(a->speculate) : DRAFT_TOKENS};
     buffer text = {0};
     if (a->prompt || a->file) {
         text = input_text(a);
@@ -1406,7 +1411,8 @@ static int command_serve(const arguments *a) {
     serve_options o = {.model = s.model, .state = s.state, .tok = s.tokenizer, .family = family, .name = a->name ? a->name : slash && slash[1] ? slash + 1 : s.path,
                        .host = a->host ? a->host : "127.0.0.1", .port = a->port >= 0 ? (int)a->port : 8080, .api_key = key && *key ? key : NULL,
                        .queue = a->queue >= 0 ? (int)a->queue : 64, .max_body = a->max_body > 0 ? (size_t)a->max_body : 8 << 20,
-                       .timeout = a->timeout > 0 ? (int)a->timeout : 60, .grace = a->grace >= 0 ? (int)a->grace : 30, .log = log_note, .listening = print_listening};
+                       .timeout = a->timeout > 0 ? (int)a->timeout : 60, .grace = a->grace >= 0 ? (int)a->grace : 30, .log = log_note, .listening = print_listening,
+                       .speculate = a->speculate ? parse_speculate(a->speculate) : 0};
     if (serve(&o, &err)) fatal("%s", err.text);
     close_session(&s);
     return 0;
@@ -1530,6 +1536,7 @@ int main(int argc, char **argv) {
     else if ((c->bit & SIZED) && a.backend && !strcmp(a.backend, "list")) list_backends();
     else status = c->function(&a);
     free(a.rest);
+    free(a.stop);
     flush_results();
     if (fclose(stdout)) fatal("cannot write the results to standard output: %s", strerror(errno));
     return status;

@@ -3,6 +3,7 @@
 # tokenizers. Installs reference/requirements.txt into build/venv. CC, PYTHON and SHARED come from the Makefile.
 set -u
 passed=0 failed=0 skipped=0
+[ -n "${CI:-}" ] && seed=3 || seed=$$
 log=build/all.log
 
 # Adds the last line "[name: ]N passed, N failed, N skipped" of the log, or one failure if there is none or the status says so.
@@ -43,8 +44,11 @@ count $? fuzz
 if [ ! -x build/venv/bin/python ] || ! cmp -s reference/requirements.txt build/venv/requirements.txt; then
     "$PYTHON" -m venv build/venv && build/venv/bin/pip install --quiet -r reference/requirements.txt && cp reference/requirements.txt build/venv/
 fi
+# the engine's requests in random company, at length
+build/test_engine ./gemma4 60 "$seed" > "$log" 2>&1
+count $? engine
+
 # a fresh seed each time; CI takes one, so that a red run there means a change
-[ -n "${CI:-}" ] && seed=3 || seed=$$
 build/venv/bin/python test/live.py ${CI:+--seed 3} > "$log" 2>&1
 count $? live
 

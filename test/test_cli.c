@@ -123,9 +123,10 @@ static void test_options(void) {
     expect_error("does not take --ctx", "$G diff --ctx 1 a b");
     static const char *const with_value[] = {
         "-p", "-f", "--ids", "-n", "--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty", "--seed", "--backend", "--threads",
-        "--ctx", "--chunk", "--precision", "--frequency-penalty", "--presence-penalty", "--logit-bias", "--prefetch"
+        "--ctx", "--chunk", "--precision", "--frequency-penalty", "--presence-penalty", "--logit-bias",
+        "--prefetch", "--stop", "--speculate"
     };
-    for (int i = 0; i < 19; i++) expect_error("needs a value", "$G run $M %s", with_value[i]);
+    for (int i = 0; i < 21; i++) expect_error("needs a value", "$G run $M %s", with_value[i]);
     expect_error("takes no value", "$G run --ignore-eos=1");
     expect_error("one of -p, -f and --ids", "$G run -p x -f y");
     expect_error("one of -p, -f and --ids", "$G hash -p x --ids 1");
@@ -138,7 +139,7 @@ static void test_options(void) {
         "--seed 18446744073709551616", "--seed x", "--threads 0", "--threads 1025", "--threads x", "--ctx 0", "--ctx -1",
         "--ctx 2147483648", "--ctx 1099511627776", "--chunk 0", "--chunk 65537", "--precision f16", "--precision ''", "--prefetch most", "--frequency-penalty 101", "--frequency-penalty x", "--presence-penalty -101", "--logit-bias ''",
         "--logit-bias 5", "--logit-bias 5:", "--logit-bias :5", "--logit-bias 160:1", "--logit-bias 99999999999:1", "--logit-bias 5:nan", "--logit-bias 5:1,",
-        "--logit-bias 5:1,,6:1", "--logit-bias -5:1", "--logit-bias 5:1e7"
+        "--logit-bias 5:1,,6:1", "--logit-bias -5:1", "--logit-bias 5:1e7", "--speculate 65", "--speculate on", "--speculate ''", "--stop x"
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         char name[32];
@@ -451,6 +452,15 @@ static void test_run(void) {
     }
     sh("$G run $M --ids 9,8,7 -n 3 --temp 0 --ignore-eos -q --logit-bias 5:1000,%d:1; $G run $M --ids 9,8,7 -n 1 --ignore-eos -q --temp 0 --logit-bias %d:-1e3", id[0], id[0]);
     CHECK(status == 0 && !strncmp(out, "5 5 5\n", 6) && atoi(out + 6) != id[0], "--logit-bias: %s", out);
+
+    /* drafts change the speed and the summary, not the text */
+    sh("$G run $M --ids 9,8,7,9,8 -n 40 --seed 4 --ignore-eos --logit-bias 9:20,8:20 --speculate off");
+    CHECK(status == 0 && !strstr(err_text, "drafted"), "--speculate off: %s", err_text);
+    strcpy(first, out);
+    for (int i = 1; i < 9; i += 3) {
+        sh("$G run $M --ids 9,8,7,9,8 -n 40 --seed 4 --ignore-eos --logit-bias 9:20,8:20 --speculate %d", i);
+        CHECK(status == 0 && !strcmp(out, first) && strstr(err_text, "drafted") && strstr(err_text, "tokens per step"), "--speculate %d: %s", i, err_text);
+    }
 }
 
 static void test_score(void) {
@@ -854,6 +864,18 @@ static void test_text(void) {
     sh("printf 'It is a truth' | $G run -n 12 --seed 3 -q; $G run -p '<bos>It is a truth' -n 12 --seed 3 -q; $G run --ids $($G tokenize --bos -p 'It is a truth' | tr ' ' ,) -n 12 --seed 3 -q | $G detokenize");
     snprintf(second, sizeof second, "%.300000s%.300000s%.300000s", first, first, first);
     CHECK(!strcmp(out, second), "stdin, a BOS of one's own, and ids give the same: %s", out);
+    /* a stop string ends the text before it; several may be given, and -e holds for them too */
+    sh("$G run -p 'It is a truth' -n 40 --temp 0 -q");
+    char whole[2048], stop[9] = "", *end = whole;
+    snprintf(whole, sizeof whole, "%s", out);
+    if (out_size > 48) end = strstr(whole, memcpy(stop, whole + 40, 8));
+    CHECK(end > whole && !strpbrk(stop, "'"), "a greedy text, and 8 characters of it: %s", whole);
+    sh("$G run -p 'It is a truth' -n 40 --temp 0 -q --stop nosuchtext --stop '%s'", stop);
+    CHECK(status == 0 && out_size == (size_t)(end - whole) && !strncmp(out, whole, out_size), "--stop '%s': %s", stop, out);
+    sh("$G run -p 'It is a truth' -n 40 --temp 0 -q -e --stop '\\x%02x%s'", (unsigned)(unsigned char)stop[0], stop + 1);
+    CHECK(status == 0 && out_size == (size_t)(end - whole), "--stop with -e: %s", out);
+    expect_error("empty", "$G run -p It -n 1 -q --stop ''");
+    expect_error("x00", "$G run -p It -n 1 -q -e --stop 'a\\x00b'");
     sh("$G run -n 4 -q --temp 0 -p '' && $G run -n 4 -q --temp 0 < /dev/null");
     CHECK(status == 0 && out_size % 2 == 0 && !memcmp(out, out + out_size / 2, out_size / 2), "no text: the model begins by itself");
     sh("$G logits -p 'It is' -q; $G logits -q --ids $($G tokenize --bos -p 'It is' | tr ' ' ,)");
