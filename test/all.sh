@@ -2,6 +2,7 @@
 # all.sh - the slow tests, after `make test`: the same tests under sanitizers, then everything that is compared live with transformers and
 # tokenizers. Installs reference/requirements.txt into build/venv. CC, PYTHON and SHARED come from the Makefile.
 set -u
+export OMP_WAIT_POLICY=passive
 passed=0 failed=0 skipped=0
 [ -n "${CI:-}" ] && seed=3 || seed=$$
 log=build/all.log

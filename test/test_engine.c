@@ -401,6 +401,22 @@ static void check_prefixes(void) {
     add(e, &r), run_all(e);
     CHECK(r.n_cached == 9 && g4_length(s, 2) == 0, "9 of 12: in the same slot, %d cached", r.n_cached);
     g4_engine_close(e);
+    /* of three that are taken, the one used longest ago makes room */
+    e = open_engine(s, NULL, (g4_engine_options){0});
+    text in[5];
+    for (int i = 0; i < 5; i++) {
+        in[i] = new_text(20 + (i == 4), 1);
+        in[i].prompt[0] = 60 + (i < 4 ? i : 1);
+        if (i == 3) {
+            text once_more = in[0]; /* the first is used again before the fourth comes */
+            once_more.n_got = 0, once_more.ended = G4_RUNNING;
+            add(e, &once_more), run_all(e);
+        }
+        add(e, &in[i]), run_all(e);
+    }
+    CHECK(in[4].n_cached == 0 && g4_engine_save(e, in[0].prompt, 20, dir, &err) == -1 && strstr(err.text, "cannot"), "the second is gone: %d cached; the first is there: %s",
+          in[4].n_cached, err.text);
+    g4_engine_close(e);
     e = open_engine(s, NULL, (g4_engine_options){.no_prefix_reuse = 1});
     add(e, &f), run_all(e);
     f = new_text(33, 1), add(e, &f), run_all(e);
@@ -526,6 +542,7 @@ static void check_text(void) {
     if (!tok) return;
     g4_state *s = open_state(m, 128, 16, 1);
     g4_engine *e = open_engine(s, tok, (g4_engine_options){.speculate = 4});
+    CHECK(g4_get_config(m)->n_suppress == 0, "the model suppresses nothing");
     int stopped = 0, not_stopped = 0, by_length = 0, broken = 0, other = 0, split = 0;
     static outcome free_run, o;
     for (int seed = 0; seed < 30; seed++) {
@@ -578,12 +595,15 @@ static void check_text(void) {
     run_text(e, &r, &o);
     CHECK(o.finish == G4_FINISH_STOP_ID && o.stop == id && !o.n && !o.n_ids, "a special token as stop string: finish %d, %d tokens", (int)o.finish, o.n_ids);
 
-    /* log-probabilities are the model's own, whatever the sampling; held against teacher forcing */
-    r = (g4_request){.prompt = prompt, .n_prompt = 1, .sampling = {.temperature = 2, .top_k = 50, .top_p = 0.9f, .repeat_penalty = 1.5f, .seed = 4}, .max_new = 20, .top_logprobs = 3, .ignore_eos = 1};
+    /* log-probabilities are the model's own, whatever the sampling; held against teacher forcing. A penalty that rewards repetition makes drafts right */
+    r = (g4_request){.prompt = prompt, .n_prompt = 1, .sampling = {.temperature = 2, .top_k = 50, .top_p = 0.9f, .repeat_penalty = 0.1f, .seed = 4}, .max_new = 20, .top_logprobs = 3, .ignore_eos = 1};
     int V = g4_get_config(m)->vocab_size, wrong = 0, n = 0;
     static double logprob[20];
     static g4_logprob top[20][3];
     int32_t ids[21] = {id};
+    g4_engine_stats before;
+    g4_engine_get_stats(e, &before);
+    uint64_t accepted = before.accepted;
     CHECK(g4_engine_add(e, &r, &err) > 0, "%s", err.text);
     const g4_event *event;
     while (g4_engine_pending(e))
@@ -593,6 +613,9 @@ static void check_text(void) {
             logprob[n++] = event[i].logprob;
             ids[n] = event[i].token;
         }
+    g4_engine_stats stats;
+    g4_engine_get_stats(e, &stats);
+    CHECK(stats.accepted > accepted, "with some drafts that were right");
     g4_engine_close(e);
     float *logits = malloc(sizeof *logits * (size_t)V);
     g4_truncate(s, 0, 0, NULL);
@@ -744,6 +767,22 @@ static void check_files(void) {
     else SKIP("no /dev/full");
 #endif
     CHECK(read_file(file, changed, sizeof changed) == size && !memcmp(changed, good, size), "what failed did not touch the file");
+
+    /* the same config, but other weights: each number's last bit flipped */
+    char name[160], line[400];
+    snprintf(line, sizeof line, "mkdir %s/copy && cp test/fixtures/31b/config.json %s/copy/", dir, dir), snprintf(name, sizeof name, "%s/copy/model.safetensors", dir);
+    CHECK(!system(line), "%s", line);
+    static unsigned char weights[1 << 20];
+    size_t n_weights = read_file("test/fixtures/31b/model.safetensors", weights, sizeof weights), data = 8 + weights[0] + 256u * weights[1];
+    CHECK(n_weights > data && n_weights < sizeof weights, "%zu bytes of weights", n_weights);
+    for (size_t i = data; i < n_weights; i += 2) weights[i] ^= 1;
+    write_file(name, weights, n_weights);
+    snprintf(name, sizeof name, "%s/copy", dir);
+    g4_model *tuned = open_model(name, NULL);
+    g4_state *of_tuned = open_state(tuned, CTX, 8, 1);
+    CHECK(g4_sequence_load(of_tuned, 0, file, &list, &n_list, &err) && strstr(err.text, "another model"), "other weights: %s", err.text);
+    g4_state_close(of_tuned);
+    g4_close(tuned);
 
     /* the engine: a saved prefix counts as cached */
     g4_engine *e = open_engine(s, NULL, (g4_engine_options){0});
