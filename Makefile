@@ -99,11 +99,8 @@ $(OUT)gemma4$(EXE): $(CLI:%=$(B)/%.o) $(OUT)libgemma4.a
 $(B)/test_%$(EXE): $(B)/test_%.o $(B)/tracefile.o $(OUT)libgemma4.a
 	$(CC) $(CFLAGS_ALL) $^ $(LIBS) $(LDFLAGS) -o $@
 
-# Built by test/fuzz.sh, with clang's flags; not so the kernels, which parse nothing and would take clang minutes.
-ifneq (,$(findstring fuzzer,$(OPT)))
-$(B)/backend_cpu.o: CFLAGS_ALL := $(filter-out -fsanitize=% -fno-sanitize%,$(CFLAGS_ALL))
-endif
-$(B)/fuzz: $(B)/fuzz.o $(patsubst %,$(B)/%.o,$(CORE) $(filter-out main,$(CLI)))
+# Built by test/fuzz.sh, with clang's flags.
+$(B)/fuzz: $(B)/fuzz.o $(patsubst %,$(B)/%.o,$(filter-out main backend_cpu,$(CORE) $(CLI)))
 	$(CC) $(CFLAGS_ALL) $^ $(LIBS) $(if $(filter 1,$(SERVER)),$(MICROHTTPD)) $(LDFLAGS) -o $@
 
 run: all

@@ -30,6 +30,9 @@
 
 enum { LONGEST = 4096 }; /* input of any target */
 
+/* The fast backend is left out: it reads no file, and sanitizers make minutes of compiling its vectors. */
+const g4_backend g4_backend_cpu = {.name = "cpu"};
+
 /* ---- What several targets ask ------------------------------------------------------------------------------------------- */
 
 /* The promise of g4_error: one line, and it says something. */
@@ -443,73 +446,72 @@ static void fuzz_decode(const uint8_t *data, size_t n) {
     free(ids);
 }
 
-/* ---- chat, answer: with the shipped tokenizer ------------------------------------------------------------------------------ */
+/* ---- chat: a request through both templates, and to ids; answer: ids, and what a reader of the answer is given ------------- */
 
-/* The first byte: the family. The rest is a request. */
 static void fuzz_chat(const uint8_t *data, size_t n) {
     open_shipped();
-    if (!n) return;
-    g4_chat_prompt p;
-    g4_error err = {""};
-    if (g4_chat_render((const char *)data + 1, n - 1, data[0] & 1 ? G4_CHAT_LARGE : G4_CHAT_SMALL, &p, &err)) {
-        require_line(err.text);
-        REQUIRE(!p.text && !p.markers);
-        return;
+    for (int family = G4_CHAT_SMALL; family <= G4_CHAT_LARGE; family++) {
+        g4_chat_prompt p = {0};
+        g4_error err = {""};
+        if (g4_chat_render((const char *)data, n, (g4_chat_family)family, &p, &err)) {
+            require_line(err.text);
+            continue;
+        }
+        REQUIRE(p.text[p.n] == 0 && is_utf8(p.text, p.n) && !strncmp(p.text, "<bos>", 5));
+        size_t end = 0, plain = 0;
+        for (size_t i = 0; i < p.n_markers; i++) {
+            REQUIRE(p.markers[i].at >= end && p.markers[i].n <= p.n && p.markers[i].at <= p.n - p.markers[i].n);
+            end = p.markers[i].at + p.markers[i].n;
+        }
+        for (int flags = 0; flags < 2; flags++) {
+            int32_t *ids = NULL;
+            size_t n_ids = 0, special = 0;
+            string back = {0};
+            if (g4_chat_encode(shipped, &p, flags, &ids, &n_ids, &err)) {
+                require_line(err.text);
+                continue;
+            }
+            for (size_t i = 0; i < n_ids; i++) special += (size_t)g4_token_is_special(shipped, ids[i]);
+            REQUIRE(flags ? special >= plain : special == p.n_markers); /* the request's own text has none, unless it may */
+            plain = special;
+            decode_all(shipped, ids, n_ids, 0, &back);
+            REQUIRE(back.n <= p.n); /* U+2581 becomes a space */
+            free(back.s);
+            g4_free(ids);
+        }
+        g4_chat_prompt_free(&p);
     }
-    REQUIRE(p.text[p.n] == 0 && is_utf8(p.text, p.n) && p.n_markers > 0 && p.markers[0].at == 0 && !strncmp(p.text, "<bos>", 5));
-    for (size_t i = 0, end = 0; i < p.n_markers; end = p.markers[i].at + p.markers[i].n, i++)
-        REQUIRE(p.markers[i].at >= end && p.markers[i].n >= 4 && p.markers[i].n <= p.n && p.markers[i].at <= p.n - p.markers[i].n);
-    for (int flags = 0; flags < 2; flags++) {
-        int32_t *ids = NULL;
-        size_t n_ids = 0, special = 0;
-        string out = {0};
-        REQUIRE(!g4_chat_encode(shipped, &p, flags, &ids, &n_ids, &err));
-        for (size_t i = 0; i < n_ids; i++) special += (size_t)g4_token_is_special(shipped, ids[i]);
-        REQUIRE(flags ? special >= p.n_markers : special == p.n_markers); /* no text of the request becomes a special token */
-        decode_all(shipped, ids, n_ids, 0, &out);
-        free(out.s);
-        g4_free(ids);
-    }
-    g4_chat_prompt_free(&p);
 }
 
-/* The first byte: whether it begins in a thought. Then ids: a byte below 24 is that special token, below 32 the next two bytes are any id, and all
- * others are themselves as text. */
+/* The first byte: does the answer begin inside of reasoning? The rest is the answer as text, which is encoded first. */
 static void fuzz_answer(const uint8_t *data, size_t n) {
     open_shipped();
     if (!n) return;
-    int32_t *ids = malloc(n * sizeof *ids);
-    size_t n_ids = 0, open_calls = 0;
-    int valid = 1, in_reasoning = data[0] & 1;
-    REQUIRE(ids);
-    for (size_t i = 1; i < n; i++) {
-        char c[2] = {(char)data[i], 0};
-        int32_t id = data[i] < 24 ? data[i] : data[i] < 0x80 ? g4_token_id(shipped, data[i] == ' ' ? "\xe2\x96\x81" : c) : -1;
-        if (data[i] >= 24 && data[i] < 32 && i + 2 < n) id = (data[i + 1] | data[i + 2] << 8) % (IDS + 2) - 1, i += 2, valid &= id >= 0 && id < IDS;
-        else if (id < 0) id = byte_id[data[i]];
-        open_calls += id == g4_token_id(shipped, "<|tool_call>");
-        ids[n_ids++] = id;
-    }
+    int32_t *ids = NULL;
+    size_t n_ids = 0;
     g4_message m;
     g4_error err = {""};
-    int failed = g4_answer_read(shipped, in_reasoning, ids, n_ids, &m, &err);
-    REQUIRE(!failed == valid);
-    if (failed) require_line(err.text);
-    else REQUIRE(is_utf8(m.reasoning, m.n_reasoning) && is_utf8(m.content, m.n_content) && (size_t)m.n_calls == open_calls);
+    REQUIRE(!g4_encode(shipped, (const char *)data + 1, n - 1, 0, &ids, &n_ids, &err));
+    if (g4_answer_read(shipped, data[0] & 1, ids, n_ids, &m, &err)) {
+        require_line(err.text);
+        g4_free(ids);
+        return;
+    }
+    g4_free(ids);
+    REQUIRE(is_utf8(m.reasoning, m.n_reasoning) && m.reasoning[m.n_reasoning] == 0);
+    REQUIRE(is_utf8(m.content, m.n_content) && m.content[m.n_content] == 0);
     for (int i = 0; i < m.n_calls; i++) {
-        const g4_tool_call *c = &m.calls[i];
+        const g4_tool_call *call = &m.calls[i];
         g4_json j;
-        REQUIRE(is_utf8(c->text, c->n) && !c->name == !!c->fault);
-        if (c->fault) {
-            require_line(c->fault);
-            REQUIRE(!strncmp(c->text, "<|tool_call>", 12));
-        } else {
-            REQUIRE(is_utf8(c->name, c->n_name) && !g4_json_parse(&j, c->text, c->n, "arguments", &err) && j.nodes[0].kind == G4_JSON_OBJECT);
-            g4_json_free(&j);
+        if (!call->name) {
+            require_line(call->fault);
+            continue;
         }
+        REQUIRE(!call->fault && is_utf8(call->name, call->n_name));
+        REQUIRE(!g4_json_parse(&j, call->text, call->n, "arguments", &err) && j.nodes[0].kind == G4_JSON_OBJECT);
+        g4_json_free(&j);
     }
     g4_message_free(&m);
-    free(ids);
 }
 
 /* ---- ids: the program's --ids ----------------------------------------------------------------------------------------------
@@ -558,8 +560,8 @@ static const struct target {
     {"gguf", fuzz_gguf, 4096},
     {"encode", fuzz_encode, 512},
     {"decode", fuzz_decode, 256},
-    {"chat", fuzz_chat, 4096},
-    {"answer", fuzz_answer, 256},
+    {"chat", fuzz_chat, 2048},
+    {"answer", fuzz_answer, 512},
     {"ids", fuzz_ids, 128},
 };
 enum { N_TARGETS = sizeof targets / sizeof *targets };

@@ -18,7 +18,7 @@ if ! clang $flags,fuzzer $B/try.c -o $B/try 2> /dev/null; then
     echo "fuzz: 0 passed, 0 failed, 1 skipped"
     exit 0
 fi
-make --no-print-directory CC=clang B=$B OPT="-O2 -g $flags,fuzzer-no-link -fno-sanitize-recover=all" ARCH= OPENMP=0 WERROR= LDFLAGS=-fsanitize=fuzzer $B/fuzz > $B/log 2>&1 || {
+make --no-print-directory CC=clang B=$B OPT="-O1 -g $flags,fuzzer-no-link -fno-sanitize-recover=all" ARCH= OPENMP=0 WERROR= LDFLAGS=-fsanitize=fuzzer $B/fuzz > $B/log 2>&1 || {
     cat $B/log
     echo "FAILED fuzz: does not build"
     echo "fuzz: 0 passed, 1 failed, 0 skipped"
@@ -55,14 +55,13 @@ seed() {
         printf '0<bos><|turn>user\n\303\244\360\237\230\200 \342\226\201  hmm\n\n\n' > "$to/special" ;;
     decode)
         for n in 1 2 3 4 5 6 7 8 9; do tail -c +${n}00000 models/austen/model.safetensors | head -c 100 > "$to/$n"; done ;;
-    chat)
-        sed -n 's/^{"request": \(.*\), "small": .*/\1/p' test/chats.jsonl | while read -r request; do
+    chat) sed -n 's/^{"request": \(.*\), "small": .*/\1/p' test/chats.jsonl | while read -r line; do
             n=$((n + 1))
-            printf '%s' "$((n % 2))$request" | head -c 4096 > "$to/$n"
+            [ ${#line} -gt 2000 ] || printf '%s' "$line" > "$to/$n"
         done ;;
-    answer) # with the ids of the shipped tokenizer: 7 <|tool_call> 8 <tool_call|> 11 <|"|> 13 <|channel> 14 <channel|>
-        printf '0\015thought\nHm.\n\016Yes.\020' > "$to/1"
-        printf '1more\n\016\007call:f{a:\013x\013,b:[1,true,{c:null}]}\010' > "$to/2" ;;
+    answer)
+        printf '0<|channel>thought\nhm \303\244<channel|>It is.<turn|>' > "$to/1"
+        printf '1still<channel|>yes<|tool_call>call:f{a:<|"|>x y<|"|>,b:[1,-2.5e3,true,null],c:{d:{}}}<tool_call|><|tool_response>' > "$to/2" ;;
     ids)
         printf 2,818,5279 > "$to/1"
         printf 0,2147483647,-1 > "$to/2" ;;
@@ -122,7 +121,10 @@ done
 while read -r name longest; do
     n=$(executed "$name") bad=$(failures "$name")
     printf '%-12s %11d executions, %5d inputs in the corpus, %d failed\n' "$name" "$n" "$(ls "$B/$name/corpus" | wc -l)" "$bad"
-    if [ "$bad" -gt 0 ] || [ "$n" -eq 0 ]; then
+    if [ "$n" -eq 0 ] && [ -n "$stopped" ]; then
+        skipped=$((skipped + 1))
+        echo "skipped: $name: stopped before its turn"
+    elif [ "$bad" -gt 0 ] || [ "$n" -eq 0 ]; then
         failed=$((failed + 1))
         grep -E -m 3 'ERROR|runtime error|not so' "$B/$name/log" || tail -n 20 "$B/$name/log"
         for input in "$B/$name"/failed-[!s]*; do echo "FAILED $name: $B/fuzz --target=$name $input"; done
