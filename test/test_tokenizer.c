@@ -809,14 +809,10 @@ static void compare_ggml(const g4_tokenizer *t, const char *texts_path, const ch
     free(ids.s);
 }
 
-static void test_real_vocabulary(void) {
-    const char *shared = getenv("SHARED"), *path = getenv("G4_TOKENIZER_JSON");
+/* Gemma 4's own, of 262144 pieces, at path; the texts and ids are in the folder `shared`. */
+static void test_real_vocabulary(const char *path, const char *shared) {
     char name[3][1000];
     g4_error err;
-    if (!shared || !*shared || !path || !*path) {
-        SKIP("the real vocabulary: SHARED and G4_TOKENIZER_JSON are not both set");
-        return;
-    }
     g4_tokenizer *t = g4_tokenizer_open(path, &err);
     CHECK(t && g4_tokenizer_size(t) == 262144, "%s", err.text);
     if (!t) return;
@@ -853,6 +849,21 @@ static void test_real_vocabulary(void) {
     test_any_bytes(t, 200);
     test_long_runs(t);
     g4_tokenizer_close(t);
+}
+
+static void test_real_vocabularies(void) {
+    const char *shared = getenv("SHARED"), *json = getenv("G4_TOKENIZER_JSON");
+    char command[1200];
+    if (!shared || !*shared) {
+        SKIP("the real vocabulary: SHARED is not set");
+        return;
+    }
+    if (json && *json) test_real_vocabulary(json, shared);
+    else SKIP("the real tokenizer.json: G4_TOKENIZER_JSON is not set");
+    snprintf(command, sizeof command, "xz -dc '%s/tokenizer/ggml-vocab-gemma-4.gguf.xz' > " TEMPORARY, shared);
+    if (!system(command)) test_real_vocabulary(TEMPORARY, shared);
+    else SKIP("the real vocabulary as a GGUF file: xz did not unpack it");
+    remove(TEMPORARY);
 }
 
 /* The tokenizer that the repository ships. */
@@ -928,6 +939,6 @@ int main(int argc, char **argv) {
     }
     g4_tokenizer_close(t);
     test_shipped();
-    test_real_vocabulary();
+    test_real_vocabularies();
     return test_done("test_tokenizer");
 }
