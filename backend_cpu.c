@@ -18,12 +18,16 @@
 
 #include <math.h>
 #include <string.h>
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 #if defined(__GNUC__)
 #define INLINE inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
 #if defined(__clang__)
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -37,6 +41,7 @@
 #endif
 #else
 #define INLINE inline
+#define NOINLINE
 #define UNROLL
 #define PREFETCH(p) ((void)(p))
 #endif
@@ -100,6 +105,57 @@ static INLINE float round_one(float x) {
     return float_of((bits & 0x7fffffffu) > 0x7f800000u ? bits : sum);
 }
 
+/* Exact, without branches and without arithmetic on subnormal numbers, which is slow on some processors: a subnormal half is
+ * (1 + its bits) 2^-14 - 2^-14. */
+static INLINE float float_of_half(uint32_t h) {
+    uint32_t rest = h & 0x7fff, bits = (rest << 13) + (112u << 23), small = bits_of(float_of(bits + (1u << 23)) - 0x1p-14f);
+    bits = rest < 0x0400 ? small : bits;
+    bits |= rest >= 0x7c00 ? 0x7f800000u : 0;
+    return float_of(bits | (h & 0x8000) << 16);
+}
+
+/* Compilers and processors whose vectors are known to be IEEE. */
+#if defined(__GNUC__) && (defined(__SSE2__) || defined(__aarch64__) || defined(__wasm_simd128__)) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#define HAVE_VECTORS
+
+/* Where the integers of a quantised type lie (quants.c): 16 bytes of two nibbles each for 32 weights, or 32 bytes; 0: in several places. */
+enum { NIBBLES = 1, BYTES };
+typedef struct format {
+    int integers;
+    int first, stride; /* in bytes: where those of the first 32 weights begin, and from there to the next */
+    int crossed;       /* a high nibble belongs to the weight 32 after that of the low one; else 16 */
+    int plus;          /* the formula has a second term */
+    int shift;         /* log2 of the number of weights that share a scale */
+    int8_t level[16];  /* what the nibbles stand for */
+} format;
+
+#define FROM_0 {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#define IQ4 {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}
+static const format formats[G4_N_TYPES] = {
+    [G4_TYPE_Q4_0] = {NIBBLES, 2, 18, 0, 0, 5, {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7}},
+    [G4_TYPE_Q4_1] = {NIBBLES, 4, 20, 0, 1, 5, FROM_0},
+    [G4_TYPE_IQ4_NL] = {NIBBLES, 2, 18, 0, 0, 5, IQ4},
+    [G4_TYPE_IQ4_XS] = {NIBBLES, 8, 16, 0, 0, 5, IQ4},
+    [G4_TYPE_MXFP4] = {NIBBLES, 1, 17, 0, 0, 5, {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}},
+    [G4_TYPE_Q4_K] = {NIBBLES, 16, 16, 1, 1, 5, FROM_0},
+    [G4_TYPE_Q8_0] = {BYTES, 2, 34, 0, 0, 5, {0}},
+    [G4_TYPE_Q5_0] = {0, 0, 32, 0, 0, 5, {0}},
+    [G4_TYPE_Q5_1] = {0, 0, 32, 0, 1, 5, {0}},
+    [G4_TYPE_Q2_K] = {0, 0, 32, 0, 1, 4, {0}},
+    [G4_TYPE_Q3_K] = {0, 0, 32, 0, 0, 4, {0}},
+    [G4_TYPE_Q5_K] = {0, 0, 32, 0, 1, 5, {0}},
+    [G4_TYPE_Q6_K] = {0, 0, 32, 0, 0, 4, {0}},
+};
+
+/* Up to 256 quantised weights of a row, taken apart: weight i is term[k] * q[i] + term[(256 >> shift) + k], k = i >> shift. */
+typedef struct piece {
+    float term[32];
+    int8_t q[256]; /* unless they can be read where they lie */
+} piece;
+
+typedef uint8_t bytes16 __attribute__((vector_size(16)));
+#endif
+
 #define PASTE(a, b) a##_##b
 #define VERSION(name, isa) PASTE(name, isa)
 
@@ -131,9 +187,48 @@ static INLINE float round_one(float x) {
 #define step VERSION(step, ISA)
 #define tile VERSION(tile, ISA)
 #define tile_any VERSION(tile_any, ISA)
+#define tile_of VERSION(tile_of, ISA)
 #define widen_row VERSION(widen_row, ISA)
 #define add_lanes VERSION(add_lanes, ISA)
 #define finish VERSION(finish, ISA)
+#define byte_vec VERSION(byte_vec, ISA)
+#define short_vec VERSION(short_vec, ISA)
+#define weights VERSION(weights, ISA)
+#define load_bytes VERSION(load_bytes, ISA)
+#define store_bytes VERSION(store_bytes, ISA)
+#define shift_left VERSION(shift_left, ISA)
+#define shift_right VERSION(shift_right, ISA)
+#define split VERSION(split, ISA)
+#define from_bytes VERSION(from_bytes, ISA)
+#define scale_bytes VERSION(scale_bytes, ISA)
+#define half_at VERSION(half_at, ISA)
+#define halves_at VERSION(halves_at, ISA)
+#define bytes32 VERSION(bytes32, ISA)
+#define where VERSION(where, ISA)
+#define or32 VERSION(or32, ISA)
+#define store32 VERSION(store32, ISA)
+#define scale_eight VERSION(scale_eight, ISA)
+#define six_bits VERSION(six_bits, ISA)
+#define take_apart VERSION(take_apart, ISA)
+#define fused VERSION(fused, ISA)
+#define widen_quantised VERSION(widen_quantised, ISA)
+#define quantised_tile VERSION(quantised_tile, ISA)
+#define q4_0 VERSION(q4_0, ISA)
+#define q4_1 VERSION(q4_1, ISA)
+#define q5_0 VERSION(q5_0, ISA)
+#define q5_1 VERSION(q5_1, ISA)
+#define q8_0 VERSION(q8_0, ISA)
+#define q2_k VERSION(q2_k, ISA)
+#define q3_k VERSION(q3_k, ISA)
+#define q4_k VERSION(q4_k, ISA)
+#define q5_k VERSION(q5_k, ISA)
+#define q6_k VERSION(q6_k, ISA)
+#define iq4_nl VERSION(iq4_nl, ISA)
+#define iq4_xs VERSION(iq4_xs, ISA)
+#define mxfp4 VERSION(mxfp4, ISA)
+#define any_type VERSION(any_type, ISA)
+#define quantised_rows VERSION(quantised_rows, ISA)
+#define product_widened VERSION(product_widened, ISA)
 #define product_rows VERSION(product_rows, ISA)
 #define sum_tile VERSION(sum_tile, ISA)
 #define sum_over_keys VERSION(sum_over_keys, ISA)
@@ -152,35 +247,40 @@ static INLINE float round_one(float x) {
 #include <immintrin.h>
 
 #define ISA avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
 #define LANES 16
 #define ROWS 4
 #define TOKENS 6
+#define QUANT_ROWS 4
 #include "backend_cpu.c"
 #undef ISA
 #undef TARGET
 #undef LANES
 #undef ROWS
 #undef TOKENS
+#undef QUANT_ROWS
 
 #define ISA avx2
-#define TARGET __attribute__((target("avx2")))
+#define TARGET __attribute__((target("avx2,fma,f16c")))
 #define LANES 8
 #define ROWS 2
 #define TOKENS 3
+#define QUANT_ROWS 2
 #include "backend_cpu.c"
 #undef ISA
 #undef TARGET
 #undef LANES
 #undef ROWS
 #undef TOKENS
+#undef QUANT_ROWS
 #endif
 
 #define ISA base
 #define TARGET
-#if defined(__GNUC__) && (defined(__SSE2__) || defined(__aarch64__) || defined(__wasm_simd128__)) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#ifdef HAVE_VECTORS
 #define LANES 4
 #define TOKENS 3
+#define QUANT_ROWS 1
 #if defined(__aarch64__)
 #define ROWS 2
 #else
@@ -200,7 +300,7 @@ static const kernels *choose_kernels(void) {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         return &table_avx512;
-    if (__builtin_cpu_supports("avx2")) return &table_avx2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &table_avx2;
 #endif
     return &table_base;
 }
@@ -441,6 +541,11 @@ typedef int32_t half_mask __attribute__((vector_size(4 * HALF)));
 typedef double wide __attribute__((vector_size(8 * HALF)));
 typedef uint64_t wide_bits __attribute__((vector_size(8 * HALF)));
 typedef int64_t wide_mask __attribute__((vector_size(8 * HALF)));
+typedef uint8_t byte_vec __attribute__((vector_size(LANES == 4 ? 16 : 32)));
+typedef uint16_t short_vec __attribute__((vector_size(LANES == 4 ? 16 : 32)));
+typedef struct bytes32 {
+    byte_vec part[32 / sizeof(byte_vec)];
+} bytes32;
 #define TO_WIDE(x) __builtin_convertvector(x, wide)
 #define TO_HALF(x) __builtin_convertvector(x, half_vec)
 #define BITS(type, x) ((type)(x))
@@ -646,6 +751,345 @@ static TARGET void rope_row(float *x, const float *c, const float *s, int half, 
     }
 }
 
+/* ---- Quantised weights -------------------------------------------------------------------------------------------------------
+ *
+ * quants.c shows how the types lie in memory and their formulas, which come to one: scale * integer + term. A row is taken apart into these, 256 weights
+ * at a time, and then the types do not matter any more. The product is exact: at most 24 bits, 11 of a half, 7 of an integer scale and 6 of an integer, or
+ * 11 and 8. So a fused product and sum, which rounds once, rounds as the formula does.
+ */
+#if LANES > 1
+
+static INLINE TARGET byte_vec load_bytes(const void *p) {
+    byte_vec b;
+    memcpy(&b, p, sizeof b);
+    return b;
+}
+
+static INLINE TARGET void store_bytes(void *p, byte_vec b) { memcpy(p, &b, sizeof b); }
+
+/* Of each byte; processors shift no smaller numbers than 16 bits, so the caller masks what comes from the neighbour. */
+static INLINE TARGET byte_vec shift_left(byte_vec b, int n) { return (byte_vec)((short_vec)b << n); }
+static INLINE TARGET byte_vec shift_right(byte_vec b, int n) { return (byte_vec)((short_vec)b >> n); }
+
+/* The nibbles of 16 bytes: first the low ones. */
+static INLINE TARGET bytes32 split(const unsigned char *p) {
+    bytes32 r;
+#if LANES > 4
+    __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)p));
+    r.part[0] = (byte_vec)_mm256_srlv_epi64(twice, _mm256_set_epi64x(4, 4, 0, 0)) & 15;
+#else
+    byte_vec b = load_bytes(p);
+    r.part[0] = b & 15;
+    r.part[1] = shift_right(b, 4) & 15;
+#endif
+    return r;
+}
+
+static INLINE TARGET void store32(int8_t *q, bytes32 r) { memcpy(q, &r, sizeof r); }
+
+/* 32 bytes that are `value` where a bit is set */
+static INLINE TARGET bytes32 where(uint32_t bits, uint8_t value) {
+    bytes32 r;
+#if LANES == 16
+    r.part[0] = (byte_vec)_mm256_maskz_set1_epi8(bits, (char)value);
+#elif LANES == 8
+    const __m256i own_byte = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0), own_bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
+    __m256i mine = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), own_byte), own_bit);
+    r.part[0] = (byte_vec)_mm256_cmpeq_epi8(mine, own_bit) & value;
+#else
+    typedef uint64_t two __attribute__((vector_size(16)));
+    const uint64_t ones = 0x0101010101010101, own_bit = 0x8040201008040201;
+    for (int i = 0; i < 2; i++, bits >>= 16) { /* a byte of `mine` is its bit or 0; adding 127 carries any bit to the highest */
+        two mine = {(bits & 255) * ones & own_bit, (bits >> 8 & 255) * ones & own_bit};
+        r.part[i] = (byte_vec)(((mine + 0x7f * ones) >> 7 & ones) * value);
+    }
+#endif
+    return r;
+}
+
+static INLINE TARGET bytes32 or32(bytes32 a, bytes32 b) {
+    UNROLL for (int i = 0; i < (int)(32 / sizeof(byte_vec)); i++) a.part[i] |= b.part[i];
+    return a;
+}
+
+/* Vector number `part` of the 16 signed bytes at q. */
+static INLINE TARGET vec from_bytes(const int8_t *q, int part) {
+    q += LANES * part;
+#if LANES == 16
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)q)));
+#elif LANES == 8
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)q)));
+#else /* a byte becomes the highest of four, and the shift brings its sign along */
+    typedef int32_t four __attribute__((vector_size(16)));
+    typedef uint16_t eight __attribute__((vector_size(16)));
+    uint32_t bytes;
+    memcpy(&bytes, q, sizeof bytes);
+    const eight zero = {0};
+    const bytes16 none = {0}, b = (bytes16)(four){(int32_t)bytes, 0, 0, 0};
+#ifdef __clang__
+    const eight h = (eight)__builtin_shufflevector(none, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const four w = (four)__builtin_shufflevector(zero, h, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+    const eight h = (eight)__builtin_shuffle(none, b, (bytes16){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
+    const four w = (four)__builtin_shuffle(zero, h, (eight){0, 8, 1, 9, 2, 10, 3, 11});
+#endif
+    return __builtin_convertvector(w >> 24, vec);
+#endif
+}
+
+/* to [16] = factor * q [16] */
+static INLINE TARGET void scale_bytes(float *to, const int8_t *q, float factor) {
+    for (int p = 0; p < PARTS; p++) store(to + p * LANES, factor * from_bytes(q, p));
+}
+
+/* to [8] = factor * the signed bytes of q */
+static INLINE TARGET void scale_eight(float *to, uint64_t q, float factor) {
+#if LANES > 4
+    _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)q)))));
+#else
+    int8_t bytes[8];
+    memcpy(bytes, &q, sizeof bytes);
+    for (int p = 0; p < 2; p++) store(to + 4 * p, factor * from_bytes(bytes, p));
+#endif
+}
+
+static INLINE TARGET float half_at(const unsigned char *p) {
+#if LANES > 4
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(load16(p))));
+#else
+    return float_of_half(load16(p));
+#endif
+}
+
+/* to [n] = n <= 8 halves, `stride` bytes apart */
+static INLINE TARGET void halves_at(float *to, const unsigned char *p, int stride, int n) {
+#if LANES > 4
+    if (n == 8) {
+        uint64_t four[2] = {0};
+        UNROLL for (int i = 0; i < 8; i++) four[i / 4] |= (uint64_t)load16(p + i * stride) << 16 * (i % 4);
+        _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_set_epi64x((int64_t)four[1], (int64_t)four[0])));
+        return;
+    }
+#endif
+    for (int i = 0; i < n; i++) to[i] = float_of_half(load16(p + i * stride));
+}
+
+/* The 8 scales and 8 minimums of a Q4_K or Q5_K, of 6 bits each. */
+static INLINE TARGET void six_bits(float *term, const unsigned char *p) {
+    uint64_t low, high, end; /* their bits; first 4 bytes for scales, then 4 for minimums */
+    uint32_t c;
+    memcpy(&low, p + 4, sizeof low);
+    memcpy(&c, p + 12, sizeof c);
+    end = (c | (uint64_t)c << 28) & 0x0f0f0f0f0f0f0f0f;
+    high = end | (low >> 6 & 0x0303030303030303) << 4;
+    low &= 0x3f3f3f3f3f3f3f3f;
+#if LANES == 16
+    const __m512i which = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
+    uint32_t halves;
+    memcpy(&halves, p, sizeof halves);
+    __m128i six = _mm_shuffle_epi32(_mm_set_epi64x((int64_t)high, (int64_t)low), 0xd8);
+    __m512 d = _mm512_permutexvar_ps(which, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi32_si128((int)(halves ^ 0x80000000)))));
+    _mm512_storeu_ps(term, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(six)), d));
+#else
+    scale_eight(term, (low & 0xffffffff) | high << 32, half_at(p));
+    scale_eight(term + 8, low >> 32 | (high & 0xffffffff00000000), -half_at(p + 2));
+#endif
+}
+
+/* n weights, whole blocks of a type, at p */
+static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned char *p, int n) {
+    const format *f = &formats[type];
+    enum { STEP = sizeof(byte_vec) };
+    const int runs = n / 32;
+    float *term = to->term;
+    int8_t *q = to->q;
+    switch (type) {
+    case G4_TYPE_Q4_0: case G4_TYPE_Q8_0: case G4_TYPE_IQ4_NL:
+        halves_at(term, p, f->stride, runs);
+        break;
+    case G4_TYPE_Q4_1:
+        halves_at(term, p, 20, runs);
+        halves_at(term + 8, p + 2, 20, runs);
+        break;
+    case G4_TYPE_MXFP4:
+        for (int k = 0; k < 8; k++) {
+            uint32_t e = k < runs ? p[17 * k] : 0, bits = (e - 1) << 23;
+            term[k] = float_of(e < 2 ? 0x00200000u << e : bits); /* 2^(e - 128) */
+        }
+        break;
+    case G4_TYPE_Q5_0:
+        halves_at(term, p, 22, runs);
+        for (int k = 0; k < runs; k++, p += 22, q += 32) {
+            store32(q, or32(split(p + 6), where(~(load16(p + 2) | (uint32_t)load16(p + 4) << 16), 0xf0))); /* 16 or minus 16 comes to the same */
+        }
+        break;
+    case G4_TYPE_Q5_1:
+        halves_at(term, p, 24, runs);
+        halves_at(term + 8, p + 2, 24, runs);
+        for (int k = 0; k < runs; k++, p += 24, q += 32) {
+            store32(q, or32(split(p + 8), where(load16(p + 4) | (uint32_t)load16(p + 6) << 16, 16)));
+        }
+        break;
+    case G4_TYPE_Q2_K: {
+        int8_t four[32];
+        store32(four, split(p));
+        scale_bytes(term, four, half_at(p + 80));
+        scale_bytes(term + 16, four + 16, -half_at(p + 82));
+        for (int i = 0; i < 64; i += STEP) {
+            byte_vec b = load_bytes(p + 16 + i);
+            UNROLL for (int k = 0; k < 4; k++) store_bytes(q + i / 32 * 128 + i % 32 + 32 * k, shift_right(b, 2 * k) & 3);
+        }
+        break;
+    }
+    case G4_TYPE_Q3_K: {
+        const uint64_t sign = 0x8080808080808080, half = 0x2020202020202020;
+        uint64_t low, high;
+        uint32_t end;
+        memcpy(&low, p + 96, sizeof low);
+        memcpy(&end, p + 104, sizeof end);
+        high = (low >> 4 & 0x0f0f0f0f0f0f0f0f) | ((end >> 4 | (uint64_t)end << 26) & 0x0303030303030303) << 4;
+        low = (low & 0x0f0f0f0f0f0f0f0f) | ((end | (uint64_t)end << 30) & 0x0303030303030303) << 4;
+        scale_eight(term, ((low | sign) - half) ^ sign, half_at(p + 108));
+        scale_eight(term + 8, ((high | sign) - half) ^ sign, half_at(p + 108));
+        for (int i = 0; i < 32; i += STEP) {
+            byte_vec h = load_bytes(p + i), two[2] = {load_bytes(p + 32 + i), load_bytes(p + 64 + i)};
+            UNROLL for (int k = 0; k < 8; k++) {
+                byte_vec third = (k < 2 ? shift_left(h, 2 - k) : shift_right(h, k - 2)) & 4;
+                store_bytes(q + i + 32 * k, ((shift_right(two[k / 4], k % 4 * 2) & 3) | third) - 4);
+            }
+        }
+        break;
+    }
+    case G4_TYPE_Q4_K:
+        six_bits(term, p);
+        break;
+    case G4_TYPE_Q5_K:
+        six_bits(term, p);
+        for (int i = 0; i < 32; i += STEP) {
+            byte_vec h = load_bytes(p + 16 + i);
+            UNROLL for (int k = 0; k < 8; k++) {
+                byte_vec fifth = (k < 4 ? shift_left(h, 4 - k) : shift_right(h, k - 4)) & 16;
+                store_bytes(q + i + 32 * k, (shift_right(load_bytes(p + 48 + 32 * (k / 2) + i), k % 2 * 4) & 15) | fifth);
+            }
+        }
+        break;
+    case G4_TYPE_Q6_K:
+        scale_bytes(term, (const int8_t *)p + 192, half_at(p + 208));
+        for (int i = 0; i < 64; i += STEP) {
+            byte_vec h = load_bytes(p + 128 + i);
+            UNROLL for (int k = 0; k < 4; k++) {
+                byte_vec low = load_bytes(p + i / 32 * 64 + i % 32 + 32 * (k % 2)), high = k < 2 ? shift_left(h, 4 - 2 * k) : shift_right(h, 2 * k - 4);
+                store_bytes(q + i / 32 * 128 + i % 32 + 32 * k, ((shift_right(low, k / 2 * 4) & 15) | (high & 48)) - 32);
+            }
+        }
+        break;
+    case G4_TYPE_IQ4_XS: {
+        uint32_t l;
+        memcpy(&l, p + 4, sizeof l);
+        uint64_t low = l, high = load16(p + 2); /* spread out, 4 bits and 2 bits to a byte */
+        low = (low | low << 16) & 0x0000ffff0000ffff, low = (low | low << 8) & 0x00ff00ff00ff00ff, low = (low | low << 4) & 0x0f0f0f0f0f0f0f0f;
+        high = (high | high << 24) & 0x000000ff000000ff, high = (high | high << 12) & 0x000f000f000f000f, high = (high | high << 6) & 0x0303030303030303;
+        low = ((low | high << 4 | 0x8080808080808080) - 0x2020202020202020) ^ 0x8080808080808080; /* minus 32 */
+        scale_eight(term, low, half_at(p));
+        break;
+    }
+    default: break;
+    }
+#if LANES < 16
+    if (f->integers == NIBBLES && f->crossed) { /* Q4_K, whose nibbles stand for themselves */
+        for (int i = 0; i < 128; i += STEP) {
+            byte_vec b = load_bytes(p + f->first + i);
+            store_bytes(q + i / 32 * 64 + i % 32, b & 15);
+            store_bytes(q + i / 32 * 64 + i % 32 + 32, shift_right(b, 4) & 15);
+        }
+    } else if (f->integers == NIBBLES) {
+        const unsigned char *nibbles = p + f->first;
+        for (int k = 0; k < runs; k++, q += 32, nibbles += f->stride) {
+            bytes32 r = split(nibbles);
+#if LANES == 8
+            const __m256i level = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)f->level));
+            r.part[0] = (byte_vec)_mm256_shuffle_epi8(level, (__m256i)r.part[0]);
+            store32(q, r);
+#elif defined(__aarch64__)
+            for (int i = 0; i < 2; i++) r.part[i] = (byte_vec)vqtbl1q_u8(vld1q_u8((const uint8_t *)f->level), (uint8x16_t)r.part[i]);
+            store32(q, r);
+#else
+            const int by = f->level[0], even = f->level[15] - by == 15;
+            if (even)
+                for (int i = 0; i < 2; i++) r.part[i] += (uint8_t)by;
+            store32(q, r);
+            for (int i = 0; !even && i < 32; i++) q[i] = f->level[q[i]];
+#endif
+        }
+    }
+#endif
+}
+
+/* a * b + c, where the product is exact */
+static INLINE TARGET vec fused(float a, vec b, float c) {
+#if LANES == 16
+    return (vec)_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)b, _mm512_set1_ps(c));
+#elif LANES == 8
+    return (vec)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)b, _mm256_set1_ps(c));
+#else
+    return a * b + c;
+#endif
+}
+
+/* w [4][PARTS] = 64 weights (32, if `half`) of a type: their integers begin at q, those of the second 32 `stride` bytes on; k: number of their first scale */
+static INLINE TARGET void weights(vec w[4][PARTS], int half, g4_dtype type, const float *term, int k, const int8_t *q, int stride, vec level) {
+    const format *f = &formats[type];
+    const float *scale = term + k, *plus = scale + (256 >> f->shift);
+#if LANES == 16
+    if (f->integers == NIBBLES) { /* 16 floats that the nibbles stand for; an index is the low 4 bits of a number */
+        vec a = scale[0] * level, b;
+        if (f->plus) a = a + plus[0];
+        __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)q)), high = _mm512_srli_epi32(low, 4);
+        w[0][0] = (vec)_mm512_permutexvar_ps(low, (__m512)a);
+        if (half) {
+            w[1][0] = (vec)_mm512_permutexvar_ps(high, (__m512)a);
+            return;
+        }
+        __m512i next = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(q + stride)));
+        b = scale[1] * level;
+        if (f->plus) b = b + plus[1];
+        w[1][0] = (vec)_mm512_permutexvar_ps(f->crossed ? next : high, (__m512)a);
+        w[2][0] = (vec)_mm512_permutexvar_ps(f->crossed ? high : next, (__m512)b);
+        w[3][0] = (vec)_mm512_permutexvar_ps(_mm512_srli_epi32(next, 4), (__m512)b);
+        return;
+    }
+#endif
+    (void)level;
+    for (int i = 0; i < (half ? 2 : 4); i++)
+        UNROLL for (int p = 0; p < PARTS; p++) {
+            vec x = from_bytes(q + i / 2 * stride + i % 2 * 16, p);
+            w[i][p] = f->plus ? fused(scale[16 * i >> f->shift], x, plus[16 * i >> f->shift]) : scale[16 * i >> f->shift] * x;
+        }
+}
+
+/* w [n] = whole blocks of a type at p */
+static TARGET void widen_quantised(float *w, const unsigned char *p, g4_dtype type, int n) {
+    const format *f = &formats[type];
+    const int in_place = f->integers == BYTES || (f->integers == NIBBLES && LANES == 16), stride = in_place ? f->stride : 32;
+    const vec level = from_bytes(f->level, 0);
+    for (int i = 0; i < n; i += 256) {
+        piece from;
+        const int some = MIN(256, n - i);
+        take_apart(&from, type, p, some);
+        const int8_t *q = in_place ? (const int8_t *)p + f->first : from.q;
+        for (int j = 0; j < some; j += 64, q += 2 * stride) {
+            vec v[4][PARTS];
+            const int half = some - j < 64;
+            weights(v, half, type, from.term, j >> f->shift, q, stride, level);
+            for (int k = 0; k < (half ? 2 : 4); k++)
+                UNROLL for (int part = 0; part < PARTS; part++) store(w + i + j + 16 * k + LANES * part, v[k][part]);
+        }
+        p += 256 / g4_types[type].block * g4_types[type].bytes;
+    }
+}
+
+#endif
+
 /* ---- Products --------------------------------------------------------------------------------------------------------------- */
 
 /* w [n] = weights, widened, and rounded where loading with dtype=bfloat16 does it. Without branches, so that compilers make vectors of it. */
@@ -655,15 +1099,15 @@ static TARGET void widen_row(float *w, const unsigned char *p, g4_dtype type, in
         return;
     }
     if (type == G4_TYPE_F16) {
-        for (int i = 0; i < n; i++) {
-            uint32_t h = load16(p + 2 * i), rest = h & 0x7fff;
-            uint32_t finite = bits_of(float_of(rest << 13) * 0x1p112f); /* 112 more in the exponent; a subnormal half is a subnormal float before that */
-            w[i] = float_of(finite | (rest >= 0x7c00 ? 0x7f800000u : 0) | (h & 0x8000) << 16);
-        }
+        for (int i = 0; i < n; i++) w[i] = float_of_half(load16(p + 2 * i));
     } else if (type == G4_TYPE_F32) {
         for (int i = 0; i < n; i++) w[i] = float_of(load16(p + 4 * i) | (uint32_t)load16(p + 4 * i + 2) << 16);
     } else {
+#if LANES > 1
+        widen_quantised(w, p, type, n);
+#else
         g4_types[type].widen(w, p, n);
+#endif
     }
     for (int i = 0; round && i < n; i++) w[i] = round_one(w[i]);
 }
@@ -804,13 +1248,170 @@ static TARGET void finish(float *y, const float *lanes, int rows) {
     for (; r < rows; r++) y[r] = add_lanes(lanes + r * TOKENS * 16);
 }
 
+#if LANES > 1
+
+/* y [rows] of one token, R rows at a time; before a piece of them is multiplied, the next one is taken apart. */
+static INLINE TARGET void quantised_tile(int R, g4_dtype type, const product *m, int begin, int end) {
+    const format *f = &formats[type];
+    const int in_place = f->integers == BYTES || (f->integers == NIBBLES && LANES == 16), stride = in_place ? f->stride : 32;
+    const int pieces = (m->n + 255) / 256, total = (end - begin) / R * pieces, bytes = 256 / g4_types[type].block * g4_types[type].bytes;
+    /* The R rows after these are fetched meanwhile: short ones as one run of bytes, long ones row by row, whichever memory likes better. */
+    const size_t ahead = R * m->w_stride, together = ahead <= 16384;
+    const size_t soon_row = together ? (size_t)bytes / 4 : m->w_stride, soon_step = (together ? R : 1) * (size_t)bytes / 4;
+    const vec level = from_bytes(f->level, 0);
+    const unsigned char *w = m->w + (size_t)begin * m->w_stride, *last_w = w; /* of the next piece and of this one */
+    float *y = m->y + begin;
+    piece apart[2][QUANT_ROWS];
+    vec a[QUANT_ROWS][PARTS] = {{{0}}};
+    for (int u = -1, at = -1; u < total; u++) {
+        const int next = at + 1 < pieces ? at + 1 : 0;
+        const unsigned char *this_w = last_w;
+        if (u + 1 < total) {
+            for (int r = 0; r < R; r++) {
+                take_apart(&apart[(u + 1) & 1][r], type, w + r * m->w_stride, MIN(256, m->n - 256 * next));
+            }
+            last_w = w;
+            w += next + 1 < pieces ? (size_t)bytes : ahead - (size_t)next * (size_t)bytes;
+        }
+        if (u >= 0) {
+            const piece *from = apart[u & 1];
+            const float *x = m->x + 256 * at, *x_end = x + MIN(256, m->n - 256 * at);
+            const int8_t *q[QUANT_ROWS];
+            int k = 0;
+            for (int r = 0; r < R; r++) q[r] = in_place ? (const int8_t *)this_w + r * m->w_stride + f->first : from[r].q;
+            const unsigned char *soon = this_w + ahead + (together ? at * (R - 1) * bytes : 0);
+            for (; x + 64 <= x_end; x += 64, k += 64 >> f->shift, soon += soon_step) {
+                UNROLL for (int r = 0; r < R; r++) PREFETCH(soon + r * soon_row);
+                vec some[QUANT_ROWS][4][PARTS];
+                UNROLL for (int r = 0; r < R; r++) {
+                    weights(some[r], 0, type, from[r].term, k, q[r], stride, level);
+                    q[r] += 2 * stride;
+                }
+                UNROLL for (int i = 0; i < 4; i++)
+                    UNROLL for (int p = 0; p < PARTS; p++) {
+                        vec v = load(x + 16 * i + LANES * p);
+                        KEEP(v);
+                        UNROLL for (int r = 0; r < R; r++) a[r][p] += some[r][i][p] * v;
+                    }
+            }
+            if (x < x_end) {
+                vec some[4][PARTS];
+                UNROLL for (int r = 0; r < R; r++) {
+                    weights(some, 1, type, from[r].term, k, q[r], stride, level);
+                    UNROLL for (int i = 0; i < 2; i++)
+                        UNROLL for (int p = 0; p < PARTS; p++) a[r][p] += some[i][p] * load(x + 16 * i + LANES * p);
+                }
+            }
+            if (at == pieces - 1) {
+                UNROLL for (int r = 0; r < R; r++) {
+                    float lanes[16];
+                    UNROLL for (int p = 0; p < PARTS; p++) {
+                        store(lanes + p * LANES, a[r][p]);
+                        a[r][p] = (vec){0};
+                    }
+                    y[r] = add_lanes(lanes);
+                }
+                y += R;
+            }
+        }
+        at = next;
+    }
+}
+
+static NOINLINE TARGET void q4_0(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q4_0, m, begin, end); }
+static NOINLINE TARGET void q4_1(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q4_1, m, begin, end); }
+static NOINLINE TARGET void q5_0(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q5_0, m, begin, end); }
+static NOINLINE TARGET void q5_1(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q5_1, m, begin, end); }
+static NOINLINE TARGET void q8_0(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q8_0, m, begin, end); }
+static NOINLINE TARGET void q2_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q2_K, m, begin, end); }
+static NOINLINE TARGET void q3_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q3_K, m, begin, end); }
+static NOINLINE TARGET void q4_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q4_K, m, begin, end); }
+static NOINLINE TARGET void q5_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q5_K, m, begin, end); }
+static NOINLINE TARGET void q6_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q6_K, m, begin, end); }
+static NOINLINE TARGET void iq4_nl(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_IQ4_NL, m, begin, end); }
+static NOINLINE TARGET void iq4_xs(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_IQ4_XS, m, begin, end); }
+static NOINLINE TARGET void mxfp4(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_MXFP4, m, begin, end); }
+static NOINLINE TARGET void any_type(const product *m, int begin, int end) { quantised_tile(1, m->type, m, begin, end); }
+
+static TARGET void quantised_rows(const product *m, int begin, int end) {
+    static void (*const by_type[G4_N_TYPES])(const product *m, int begin, int end) = {
+        [G4_TYPE_Q4_0] = q4_0, [G4_TYPE_Q4_1] = q4_1, [G4_TYPE_Q5_0] = q5_0, [G4_TYPE_Q5_1] = q5_1, [G4_TYPE_Q8_0] = q8_0, [G4_TYPE_Q2_K] = q2_k,
+        [G4_TYPE_Q3_K] = q3_k, [G4_TYPE_Q4_K] = q4_k, [G4_TYPE_Q5_K] = q5_k, [G4_TYPE_Q6_K] = q6_k, [G4_TYPE_IQ4_NL] = iq4_nl, [G4_TYPE_IQ4_XS] = iq4_xs,
+        [G4_TYPE_MXFP4] = mxfp4,
+    };
+    const int some = begin + (end - begin) / QUANT_ROWS * QUANT_ROWS;
+    by_type[m->type](m, begin, some);
+    any_type(m, some, end);
+}
+
+#endif
+
+/* R = 1 or ROWS rows (4, if N is 1) of floats or bfloat16 by N tokens. */
+static INLINE TARGET void tile_of(int R, int N, int kind, int fresh, float *lanes, const unsigned char *w, size_t w_stride, const float *x, size_t x_stride, int n) {
+    if (kind == HOST_FLOATS) {
+        if (R == 1) tile_any(1, N, HOST_FLOATS, fresh, lanes, w, w_stride, x, x_stride, n);
+        else if (N == 1) tile(4, 1, HOST_FLOATS, fresh, lanes, w, w_stride, x, x_stride, n);
+        else tile_any(ROWS, N, HOST_FLOATS, fresh, lanes, w, w_stride, x, x_stride, n);
+    } else {
+        if (R == 1) tile_any(1, N, LITTLE_BF16, fresh, lanes, w, w_stride, x, x_stride, n);
+        else if (N == 1) tile(4, 1, LITTLE_BF16, fresh, lanes, w, w_stride, x, x_stride, n);
+        else tile_any(ROWS, N, LITTLE_BF16, fresh, lanes, w, w_stride, x, x_stride, n);
+    }
+}
+
+/* Rows begin .. end - 1 of a product whose weights are widened first, a few rows and BLOCK elements at a time, for up to 66 tokens. All meet the widened
+ * weights while they are in the cache; their lanes wait for the next block. */
+static TARGET void product_widened(const product *m, int begin, int end) {
+    enum { PANEL = 8, BLOCK = 1024, GROUPS = 66 / TOKENS, LANES_OF_GROUP = PANEL * TOKENS * 16 };
+    float w[PANEL * BLOCK], lanes[GROUPS * LANES_OF_GROUP]; /* 65 KiB of stack */
+    for (int first = 0; first < m->T; first += GROUPS * TOKENS) {
+        const int T = MIN(GROUPS * TOKENS, m->T - first), groups = (T + TOKENS - 1) / TOKENS;
+        for (int o = begin; o < end; o += PANEL) {
+            const int rows = MIN(PANEL, end - o);
+            for (int i = 0; i < m->n; i += BLOCK) {
+                const int n = MIN(BLOCK, m->n - i);
+                const unsigned char *from = m->w + (size_t)o * m->w_stride + (size_t)(i / g4_types[m->type].block) * (size_t)g4_types[m->type].bytes;
+                for (int r = 0; r < rows; r++) widen_row(w + r * BLOCK, from + r * m->w_stride, m->type, m->round, n);
+                for (int g = 0; g < groups; g++) {
+                    const int t = T * g / groups, N = T * (g + 1) / groups - t;
+                    const float *x = m->x + (size_t)(first + t) * m->x_stride + i;
+                    for (int r = 0, R; r < rows; r += R) {
+                        R = N == 1 ? (rows - r >= 4 ? 4 : 1) : rows - r >= ROWS ? ROWS : 1;
+                        tile_of(R, N, HOST_FLOATS, i == 0, lanes + g * LANES_OF_GROUP + r * TOKENS * 16, (const unsigned char *)(w + r * BLOCK), sizeof(float) * BLOCK, x,
+                                m->x_stride, n);
+                    }
+                }
+            }
+            for (int g = 0; g < groups; g++) {
+                const int t = T * g / groups, N = T * (g + 1) / groups - t;
+                for (int j = 0; j < N; j++) {
+                    float *y = m->y + (size_t)(first + t + j) * m->y_stride + o;
+                    finish(y, lanes + g * LANES_OF_GROUP + j * 16, rows);
+                    for (int r = 0; m->round && r < rows; r++) y[r] = round_one(y[r]);
+                }
+            }
+        }
+    }
+}
+
 /* Rows begin .. end - 1 of a product, in panels of 16 rows. A panel meets a few tokens at a time, block by block of BLOCK elements: the tokens' block stays in
  * the nearest cache while the panel's rows pass by, the panel stays in the next one until all tokens have met it, and memory is read once. */
 static TARGET void product_rows(const product *m, int begin, int end) {
     enum { BLOCK = 1024 };
-    float lanes[16 * TOKENS * 16], w[4 * BLOCK];
-    const int groups = (m->T + TOKENS - 1) / TOKENS, kind = m->widen || m->type == G4_TYPE_F32 ? HOST_FLOATS : LITTLE_BF16;
-    const int block = groups > 1 || m->widen ? BLOCK : MAX(m->n, 1);
+    if (m->widen) {
+#if LANES > 1
+        if (m->T == 1 && m->type > G4_TYPE_BF16 && !m->round) {
+            quantised_rows(m, begin, end);
+            return;
+        }
+#endif
+        product_widened(m, begin, end);
+        return;
+    }
+    float lanes[16 * TOKENS * 16];
+    const int groups = (m->T + TOKENS - 1) / TOKENS, kind = m->type == G4_TYPE_F32 ? HOST_FLOATS : LITTLE_BF16;
+    const size_t size = (size_t)g4_types[m->type].bytes;
+    const int block = groups > 1 ? BLOCK : MAX(m->n, 1);
     for (int o = begin; o < end; o += 16) {
         const int rows = MIN(16, end - o);
         for (int g = 0; g < groups; g++) {
@@ -820,22 +1421,7 @@ static TARGET void product_rows(const product *m, int begin, int end) {
                 const float *x = m->x + (size_t)t * m->x_stride + i;
                 for (int r = 0, R; r < rows; r += R) {
                     R = N == 1 ? (m->n > 4096 && rows - r >= 4 ? 4 : 1) : rows - r >= ROWS ? ROWS : 1;
-                    float *to = lanes + r * TOKENS * 16;
-                    const unsigned char *from = m->w + (size_t)(o + r) * m->w_stride + (size_t)(i / g4_types[m->type].block) * (size_t)g4_types[m->type].bytes;
-                    size_t stride = m->w_stride;
-                    if (m->widen) {
-                        for (int j = 0; j < R; j++) widen_row(w + j * BLOCK, from + j * m->w_stride, m->type, m->round, n);
-                        from = (const unsigned char *)w, stride = sizeof(float) * BLOCK;
-                    }
-                    if (kind == HOST_FLOATS) {
-                        if (R == 1) tile_any(1, N, HOST_FLOATS, i == 0, to, from, stride, x, m->x_stride, n);
-                        else if (N == 1) tile(4, 1, HOST_FLOATS, i == 0, to, from, stride, x, m->x_stride, n);
-                        else tile_any(ROWS, N, HOST_FLOATS, i == 0, to, from, stride, x, m->x_stride, n);
-                    } else {
-                        if (R == 1) tile_any(1, N, LITTLE_BF16, i == 0, to, from, stride, x, m->x_stride, n);
-                        else if (N == 1) tile(4, 1, LITTLE_BF16, i == 0, to, from, stride, x, m->x_stride, n);
-                        else tile_any(ROWS, N, LITTLE_BF16, i == 0, to, from, stride, x, m->x_stride, n);
-                    }
+                    tile_of(R, N, kind, i == 0, lanes + r * TOKENS * 16, m->w + (size_t)(o + r) * m->w_stride + (size_t)i * size, m->w_stride, x, m->x_stride, n);
                 }
             }
             for (int j = 0; j < N; j++) {

@@ -55,12 +55,19 @@ static float *values(size_t n, int kind) {
     return x;
 }
 
-/* A weight of a type, at an odd address. Halves are any bits but those of NaN: subnormals and infinities too. */
+/* A weight of a type, at an odd address. Halves are any bits but those of NaN: subnormals and infinities too. Blocks of quantised types are any bits; the
+ * halves in them, which are NaN or infinite only for kind 3, stand at their first 4 or last 4 bytes, or are no halves. */
 static g4_tensor weight(int64_t rows, int64_t cols, g4_dtype type, int kind, void **memory) {
-    size_t n = (size_t)(rows * cols), size = type == G4_TYPE_F32 ? 4 : 2;
-    unsigned char *p = room(n * size + 1);
+    size_t n = (size_t)(rows * cols), size = (size_t)g4_types[type].bytes, block = (size_t)g4_types[type].block;
+    unsigned char *p = room(n / block * size + 1);
     *memory = p++;
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; type > G4_TYPE_BF16 && i < n / block; i++, p += size) {
+        for (size_t b = 0; b < size; b++) p[b] = (unsigned char)rng();
+        const size_t at[] = {1, 3, size - 1, size - 3}; /* the upper bytes of what may be halves */
+        for (int k = 0; k < 4; k++) p[at[k]] &= kind == 3 ? 0xff : kind == 1 ? 0x83 : kind == 2 ? 0xfb : 0xa3; /* any; subnormal; large; less than 1 */
+    }
+    p = (unsigned char *)*memory + 1;
+    for (size_t i = 0; type <= G4_TYPE_BF16 && i < n; i++) {
         uint32_t bits = bits_of(value(kind));
         if (type == G4_TYPE_BF16) bits >>= 16;
         if (type == G4_TYPE_F16) {
@@ -71,6 +78,9 @@ static g4_tensor weight(int64_t rows, int64_t cols, g4_dtype type, int kind, voi
     }
     return (g4_tensor){.data = p, .type = type, .rows = rows, .cols = cols};
 }
+
+/* Whole blocks. */
+static int fit_width(int cols, g4_dtype type) { return (cols + g4_types[type].block - 1) / g4_types[type].block * g4_types[type].block; }
 
 /* The first place where two arrays differ, -1 if none. */
 static int64_t difference(const float *a, const float *b, size_t n) {
@@ -157,17 +167,19 @@ static void check_elementwise(int first_version, uint64_t stride) {
 
 static void check_matmul(const char *name) {
     static const int widths[] = {1, 2, 15, 16, 17, 31, 48, 64, 100, 511, 1024, 1025, 1536, 2051};
-    for (int round = 0; round < 300; round++) {
-        int cols = widths[pick(0, 13)], rows = pick(1, round % 10 ? 40 : 200), T = round % 3 ? pick(1, 20) : 1, kind = round % 5 < 2 ? 0 : round % 5 - 1;
-        int type = round % 3, precision = pick(0, 1), threads = pick_threads();
+    for (int round = 0; round < 800; round++) {
+        g4_dtype type = (g4_dtype)(round % G4_N_TYPES);
+        int cols = fit_width(widths[pick(0, 13)], type), rows = pick(1, round % 10 ? 40 : 200), T = round % 3 ? pick(1, round % 50 ? 20 : 150) : 1;
+        int kind = round % 5 < 2 ? 0 : round % 5 - 1, precision = pick(0, 3) == 0, threads = pick_threads();
         void *memory;
-        g4_tensor W = weight(rows, cols, (g4_dtype)type, kind, &memory);
+        g4_tensor W = weight(rows, cols, type, kind, &memory);
         float *x = values((size_t)T * cols, kind), *y = values((size_t)T * rows + 8, 0), *expected = values((size_t)T * rows + 8, 0);
         memcpy(expected, y, sizeof *y * ((size_t)T * rows + 8)); /* what lies behind y must stay */
         g4_run a = run_of(fast, threads, precision), b = run_of(scalar, 1, precision);
         fast->matmul(&a, y, &W, x, T);
         scalar->matmul(&b, expected, &W, x, T);
-        CHECK_SAME(y, expected, (size_t)T * rows + 8, "%s: matmul [%d][%d], T %d, type %d, values %d, precision %d, threads %d", name, rows, cols, T, type, kind, precision, threads);
+        CHECK_SAME(y, expected, (size_t)T * rows + 8, "%s: matmul [%d][%d], T %d, type %s, values %d, precision %d, threads %d", name, rows, cols, T,
+                   g4_types[type].name, kind, precision, threads);
         free(memory), free(x), free(y), free(expected);
     }
 }
