@@ -329,7 +329,11 @@ static void matmul(const g4_run *run, float *y, const g4_tensor *W, const float 
                        .widen = W->type != G4_TYPE_BF16 && (W->type != G4_TYPE_F32 || bf16 || !host_is_little()),
                        .x = x, .x_stride = (size_t)cols, .T = T, .n = cols, .round = bf16};
 #pragma omp parallel for schedule(static) num_threads(run->threads) if (worth_sharing((size_t)rows * cols * T))
-    for (int part = 0; part < run->threads; part++) k->products(&m, part_begin(rows, part, run->threads), part_begin(rows, part + 1, run->threads));
+    for (int part = 0; part < run->threads; part++) {
+        double begin = g4_part_begins(run);
+        k->products(&m, part_begin(rows, part, run->threads), part_begin(rows, part + 1, run->threads));
+        g4_part_ends(run, part, begin);
+    }
 }
 
 static void norm(const g4_run *run, float *y, const float *x, const g4_tensor *w, int n, int dim, float eps) {
@@ -425,7 +429,8 @@ static void attention(const g4_run *run, const g4_attention_args *a) {
 
     if (groups >= 2 * threads || !share) { /* each thread takes whole groups */
 #pragma omp parallel for schedule(static) num_threads(threads) if (share)
-        for (int worker = 0; worker < threads; worker++)
+        for (int worker = 0; worker < threads; worker++) {
+            double begin = g4_part_begins(run);
             for (int i = worker; i < groups; i += threads) {
                 group b = find_group(a, i);
                 float *score = a->scores + (size_t)worker * a->score_rows * a->ctx;
@@ -433,6 +438,8 @@ static void attention(const g4_run *run, const g4_attention_args *a) {
                 for (int h = 0; h < b.heads; h++) k->softmax(score + h * stride, b.n, round);
                 sum_values(k, a, &b, score, stride, 0, dh, round);
             }
+            g4_part_ends(run, worker, begin);
+        }
         return;
     }
 
