@@ -108,6 +108,7 @@ run: all
 
 bench: all
 	./gemma4 bench
+	./gemma4 bench --kernels
 
 # Quick: a C compiler, no network, under a minute.
 test: all $(TESTS:%=$(B)/%$(EXE))

@@ -6,7 +6,7 @@
  * A figure is a median of an odd number of samples, with the lowest and the highest; backends take turns sample by sample, because other work on the
  * machine comes and goes. Gigabytes per second stand beside what the same run could read from memory, and operations beside what it could compute.
  *
- * Not here: any claim about the results, which test/ compares bit by bit. Reading order: part 1, the profile; part 2, the machine; part 3, the cells.
+ * Not here: any claim about the results, which test/ compares bit by bit. Reading order: part 1, the profile; part 2, the machine; part 3, the cells; part 4, the kernels.
  */
 #define G4_EXACT_FLOAT /* the peak is that of a product and a sum, not of both in one */
 #include "bench.h"
@@ -926,5 +926,132 @@ int bench(g4_model *const *models, int n, const bench_options *o, g4_error *err)
     if (!failed && o->trace) failed = profile_write(profiles, n, o->trace, o->trace_path, err);
     for (int i = 0; i < n && profiles; i++) profile_close(profiles[i]);
     free(profiles), free(s.lanes), free(s.rows), free(s.logits);
+    return failed ? -1 : 0;
+}
+
+/* ---- Part 4: the kernels -------------------------------------------------------------------------------------------------------
+ *
+ * What a model is made of, by itself: opening its file, a matrix-vector product for each type of weights, a query over very many keys.
+ */
+
+enum { SAMPLES = 5 };
+
+static int time_opening(const char *path, int json, g4_error *err) {
+    double model[SAMPLES], tokenizer[SAMPLES];
+    int has_tokenizer = 1;
+    for (int i = 0; i < SAMPLES; i++) {
+        const g4_options options = {.prefetch = G4_PREFETCH_NONE};
+        double begin = seconds();
+        g4_model *m = g4_open(path, &options, err);
+        model[i] = seconds() - begin;
+        if (!m) return -1;
+        g4_close(m);
+        begin = seconds();
+        g4_tokenizer *t = has_tokenizer ? g4_tokenizer_open(path, NULL) : NULL;
+        tokenizer[i] = seconds() - begin;
+        if (!t) has_tokenizer = 0;
+        g4_tokenizer_close(t);
+    }
+    double ms = 1e3 * median(model, SAMPLES), tokenizer_ms = 1e3 * median(tokenizer, SAMPLES);
+    if (json) printf("\"open_ms\": %.6g, \"tokenizer_ms\": %.6g, ", ms, has_tokenizer ? tokenizer_ms : 0);
+    else if (has_tokenizer) printf("opens      in %.2f ms, headers read and weights mapped; the tokenizer in %.2f ms (medians, the file in the cache)\n\n", ms, tokenizer_ms);
+    else printf("opens      in %.2f ms, headers read and weights mapped (median, the file in the cache)\n\n", ms);
+    return 0;
+}
+
+/* One product of W and a vector, in seconds; x [cols], y [rows]. */
+static double product_once(const g4_run *run, float *y, const g4_tensor *W, const float *x) {
+    double begin = seconds();
+    run->backend->matmul(run, y, W, x, 1);
+    return seconds() - begin;
+}
+
+static int time_products(const g4_backend *backend, const machine *m, const bench_options *o, g4_error *err) {
+    enum { COLS = 6144 };
+    unsigned char *data = malloc(m->buffer);
+    int64_t most_rows = 0;
+    for (int type = 0; type < G4_N_TYPES; type++) most_rows = MAX(most_rows, (int64_t)m->buffer / (COLS / g4_types[type].block * g4_types[type].bytes));
+    float *y = malloc(sizeof *y * (size_t)most_rows), *x = malloc(sizeof *x * COLS);
+    if (!data || !y || !x) {
+        free(data), free(y), free(x);
+        return g4_fail(err, "out of memory for a matrix of %zu bytes", m->buffer);
+    }
+    for (size_t i = 0; i < m->buffer; i++) data[i] = (unsigned char)(0x30 + (i * 2654435761u >> 28)); /* scales and floats of ordinary size: subnormals are slow */
+    for (int i = 0; i < COLS; i++) x[i] = 1.0f + (float)(i % 13) / 8;
+    if (o->json) printf("\"products\": [");
+    else printf("%-8s %-7s %9s %6s %8s %9s %8s %6s   a matrix of %zu MB times one vector\n", "weights", "threads", "GB/s", "read", "Gweights", "GFLOP/s", "per core", "peak", m->buffer >> 20);
+    for (int type = 0, count = 0; type < G4_N_TYPES; type++)
+        for (int all = 0; all < (m->threads > 1 ? 2 : 1); all++, count++) {
+            const int threads = all ? m->threads : 1;
+            g4_tensor W = {.data = data, .type = (g4_dtype)type, .cols = COLS, .name = "bench"};
+            W.rows = (int64_t)(m->buffer / g4_row_bytes(&W)) / 16 * 16;
+            const g4_run run = {.backend = backend, .threads = threads, .precision = o->state.precision};
+            double time[SAMPLES], bytes = (double)W.rows * (double)g4_row_bytes(&W), weights = (double)W.rows * COLS;
+            for (int i = 0; i < SAMPLES; i++) time[i] = product_once(&run, y, &W, x);
+            const double t = median(time, SAMPLES);
+            if (o->json) {
+                printf("%s{\"weights\": \"%s\", \"threads\": %d, \"bytes_per_second\": %.6g, \"weights_per_second\": %.6g}", count ? ", " : "", g4_types[type].name, threads, bytes / t,
+                       weights / t);
+            } else {
+                printf("%-8s %7d %9.2f %5.0f%% %8.2f %9.2f %8.2f %5.0f%%\n", g4_types[type].name, threads, 1e-9 * bytes / t, 100 * bytes / t / m->read[all].best, 1e-9 * weights / t,
+                       2e-9 * weights / t, 2e-9 * weights / t / threads, 200 * weights / t / m->peak[all].best);
+            }
+            flush_results();
+        }
+    if (o->json) printf("]");
+    used_float = y[0];
+    free(data), free(y), free(x);
+    return 0;
+}
+
+/* One query of one head over n keys of 512 dimensions: what a full-attention layer of a very long text costs. */
+static int time_attention(const g4_backend *backend, const machine *m, const bench_options *o, g4_error *err) {
+    enum { DH = 512, KEYS = 1 << 20 };
+    const size_t floats = (size_t)KEYS * DH;
+    float *k = floats < SIZE_MAX / sizeof *k ? malloc(floats * sizeof *k) : NULL, *v = k ? malloc(floats * sizeof *v) : NULL;
+    float *scores = malloc(sizeof *scores * KEYS * (size_t)m->threads), q[DH], out[DH];
+    int32_t token = 0, seq = 0, pos = KEYS - 1;
+    int failed = !k || !v || !scores ? g4_fail(err, "out of memory for the keys and values of %d positions, %.1f GB", KEYS, 8e-9 * (double)floats) : 0;
+    if (!failed) {
+        for (size_t i = 0; i < floats; i++) k[i] = (float)(i * 2654435761u % 1024) / 16384, v[i] = 1;
+        for (int i = 0; i < DH; i++) q[i] = 1;
+        const g4_kv kv = {.k = k, .v = v, .G = 1, .dh = DH, .R = KEYS, .window = KEYS};
+        const g4_rows rows = {.token = &token, .seq = &seq, .pos = &pos, .T = 1};
+        const g4_run run = {.backend = backend, .threads = m->threads};
+        const g4_attention_args a = {.o = out, .q = q, .kv = &kv, .rows = &rows, .H = 1, .scores = scores, .score_rows = 1, .ctx = KEYS};
+        double time[3];
+        for (int i = 0; i < 3; i++) {
+            double begin = seconds();
+            backend->attention(&run, &a);
+            time[i] = seconds() - begin;
+        }
+        double t = median(time, 3), bytes = 8.0 * (double)floats, scratch = 4.0 * KEYS * m->threads;
+        used_float = out[0];
+        if (o->json) printf(", \"attention\": {\"keys\": %d, \"head_dim\": %d, \"seconds\": %.6g, \"bytes_per_second\": %.6g, \"scratch_bytes\": %.0f}", KEYS, DH, t, bytes / t, scratch);
+        else printf("\nattention  one head over %d keys of %d: %.1f ms, %.2f GB/s (%.0f%% of what all threads read), scratch %.0f MB\n", KEYS, DH, 1e3 * t, 1e-9 * bytes / t,
+                    100 * bytes / t / m->read[1].best, 1e-6 * scratch);
+    }
+    free(k), free(v), free(scores);
+    return failed;
+}
+
+int bench_kernels(const g4_model *model, const bench_options *o, g4_error *err) {
+    machine m;
+    g4_state *s = g4_state_open(model, &o->state, err);
+    if (!s) return -1;
+    int threads = g4_state_get_options(s)->threads;
+    g4_state_close(s);
+    if (measure_machine(&m, threads, o->seconds, err)) return -1;
+    if (o->json) {
+        printf("{\"processor\": ");
+        put_json_string(m.processor, strlen(m.processor));
+        printf(", \"backend\": \"%s\", \"threads\": %d, \"read_bytes_per_second\": %.6g, \"flops_per_second\": %.6g, ", model->backend->name, threads, m.read[1].best, m.peak[1].best);
+    } else {
+        printf("machine    %s, threads %d, backend %s\n", m.processor, threads, model->backend->name);
+        printf("reads      1 thread %.2f GB/s, all %.2f\ncomputes   1 thread %.2f GFLOP/s, all %.2f, float32 products and sums, not fused\n", 1e-9 * m.read[0].best, 1e-9 * m.read[1].best,
+               1e-9 * m.peak[0].best, 1e-9 * m.peak[1].best);
+    }
+    int failed = time_opening(o->path, o->json, err) || time_products(model->backend, &m, o, err) || (o->full && time_attention(model->backend, &m, o, err));
+    if (!failed && o->json) printf("}\n");
     return failed ? -1 : 0;
 }

@@ -42,6 +42,9 @@ typedef struct bench_options {
 /* models [n]: one checkpoint, opened once for each backend. Results go to stdout. */
 int bench(g4_model *const *models, int n, const bench_options *o, g4_error *err);
 
+/* Opening the file at o->path, a matrix-vector product of each type of weights, and with o->full attention over a million keys, by the model's backend. */
+int bench_kernels(const g4_model *model, const bench_options *o, g4_error *err);
+
 /* -- what bench.c uses of main.c -- */
 
 double seconds(void);             /* of a clock that never goes back */

@@ -220,7 +220,7 @@ typedef struct arguments {
     int64_t n, top_k, threads, ctx, chunk, port, parallel, queue, max_body, timeout, grace; /* -1: not given */
     double temp, top_p, min_p, repeat_penalty, rtol, atol, seconds; /* -1: not given */
     double frequency_penalty, presence_penalty;
-    int ignore_eos, escape, bos, jsonl, skip_special, json, no_mmap, full, thinking, quiet, help;
+    int ignore_eos, escape, bos, jsonl, skip_special, json, no_mmap, full, kernels, thinking, quiet, help;
 } arguments;
 
 typedef enum option_kind { FLAG, TEXT, OPTIONAL_TEXT /* "" without =TEXT */, LIST /* --stop: all that are given */, INTEGER, NUMBER } option_kind;
@@ -276,6 +276,7 @@ static const option options[] = {
     {NULL, "--json", NULL, FLAG, AT(json), 0, 0, SCORE | INFO | BENCH, "one line of JSON"},
     {NULL, "--only", "NAME,...", TEXT, AT(only), 0, 0, BENCH, "only these cells, like prefill128,decode0"},
     {NULL, "--seconds", "X", NUMBER, AT(seconds), 0.001, 3600, BENCH, "for each cell, all backends together, roughly (2)"},
+    {NULL, "--kernels", NULL, FLAG, AT(kernels), 0, 0, BENCH, "instead: opening the file, products of each type of weights, with --full a million keys"},
     {NULL, "--full", NULL, FLAG, AT(full), 0, 0, BENCH, "longer prompts, larger batches, and cells that would take long"},
     {NULL, "--profile", "[=FILE]", OPTIONAL_TEXT, AT(profile), 0, 0, RUN | LOGITS | BENCH,
      "where the time goes, by operation; FILE gets every single one, for chrome://tracing"},
@@ -1348,7 +1349,7 @@ static int command_bench(const arguments *a) {
     bench_options o = {.path = path, .only = a->only, .profile = a->profile != NULL, .trace = open_profile_file(a), .trace_path = a->profile,
                        .state = state_options(a, 0), .token_bytes = z.streamed_bytes + z.row_bytes, .seconds = a->seconds > 0 ? a->seconds : 2,
                        .full = a->full, .json = a->json};
-    if (bench(models, n, &o, &err)) fatal("%s", err.text);
+    if (a->kernels ? bench_kernels(models[0], &o, &err) : bench(models, n, &o, &err)) fatal("%s", err.text);
     for (int i = 0; i < n; i++) g4_close(models[i]);
     return 0;
 }
