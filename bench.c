@@ -968,23 +968,24 @@ static double product_once(const g4_run *run, float *y, const g4_tensor *W, cons
 
 static int time_products(const g4_backend *backend, const machine *m, const bench_options *o, g4_error *err) {
     enum { COLS = 6144 };
-    unsigned char *data = malloc(m->buffer);
+    const size_t size = MIN(m->buffer, (size_t)(MAX(o->seconds, 0.01) * (double)((size_t)128 << 20))); /* large beside the caches, unless there is little time */
+    unsigned char *data = malloc(size);
     int64_t most_rows = 0;
-    for (int type = 0; type < G4_N_TYPES; type++) most_rows = MAX(most_rows, (int64_t)m->buffer / (COLS / g4_types[type].block * g4_types[type].bytes));
+    for (int type = 0; type < G4_N_TYPES; type++) most_rows = MAX(most_rows, (int64_t)size / (COLS / g4_types[type].block * g4_types[type].bytes));
     float *y = malloc(sizeof *y * (size_t)most_rows), *x = malloc(sizeof *x * COLS);
     if (!data || !y || !x) {
         free(data), free(y), free(x);
-        return g4_fail(err, "out of memory for a matrix of %zu bytes", m->buffer);
+        return g4_fail(err, "out of memory for a matrix of %zu bytes", size);
     }
-    for (size_t i = 0; i < m->buffer; i++) data[i] = (unsigned char)(0x30 + (i * 2654435761u >> 28)); /* scales and floats of ordinary size: subnormals are slow */
+    for (size_t i = 0; i < size; i++) data[i] = (unsigned char)(0x30 + (i * 2654435761u >> 28)); /* scales and floats of ordinary size: subnormals are slow */
     for (int i = 0; i < COLS; i++) x[i] = 1.0f + (float)(i % 13) / 8;
     if (o->json) printf("\"products\": [");
-    else printf("%-8s %-7s %9s %6s %8s %9s %8s %6s   a matrix of %zu MB times one vector\n", "weights", "threads", "GB/s", "read", "Gweights", "GFLOP/s", "per core", "peak", m->buffer >> 20);
+    else printf("%-8s %-7s %9s %6s %8s %9s %8s %6s   a matrix of %zu MB times one vector\n", "weights", "threads", "GB/s", "read", "Gweights", "GFLOP/s", "per core", "peak", size >> 20);
     for (int type = 0, count = 0; type < G4_N_TYPES; type++)
         for (int all = 0; all < (m->threads > 1 ? 2 : 1); all++, count++) {
             const int threads = all ? m->threads : 1;
             g4_tensor W = {.data = data, .type = (g4_dtype)type, .cols = COLS, .name = "bench"};
-            W.rows = (int64_t)(m->buffer / g4_row_bytes(&W)) / 16 * 16;
+            W.rows = (int64_t)(size / g4_row_bytes(&W)) / 16 * 16;
             const g4_run run = {.backend = backend, .threads = threads, .precision = o->state.precision};
             double time[SAMPLES], bytes = (double)W.rows * (double)g4_row_bytes(&W), weights = (double)W.rows * COLS;
             for (int i = 0; i < SAMPLES; i++) time[i] = product_once(&run, y, &W, x);

@@ -252,6 +252,29 @@ static void test_profile(void) {
     g4_json_free(&j);
 }
 
+static void test_kernels(void) {
+    g4_json j;
+    int seen[G4_N_TYPES] = {0};
+    run("bench --kernels --json --seconds 0.01 --threads 2");
+    CHECK(status == 0, "bench --kernels: status %d: %s", status, err_text);
+    if (parse(&j, out, "bench --kernels --json")) return;
+    CHECK(number(&j, 0, "open_ms") > 0 && number(&j, 0, "tokenizer_ms") > 0, "the times of opening");
+    uint32_t products = g4_json_get(&j, 0, "products");
+    for (uint32_t p = j.nodes[products].first; p; p = j.nodes[p].next) {
+        double bytes = number(&j, p, "bytes_per_second"), weights = number(&j, p, "weights_per_second");
+        int type = 0;
+        while (type < G4_N_TYPES && strcmp(g4_types[type].name, text(&j, p, "weights"))) type++;
+        CHECK(type < G4_N_TYPES, "a type that is none: %s", text(&j, p, "weights"));
+        if (type == G4_N_TYPES) continue;
+        seen[type]++;
+        CHECK(weights > 0 && fabs(bytes / weights - (double)g4_types[type].bytes / g4_types[type].block) < 1e-3 * bytes / weights, "%s: %g bytes, %g weights", g4_types[type].name, bytes, weights);
+    }
+    for (int type = 0; type < G4_N_TYPES; type++) CHECK(seen[type] == 2, "%s: %d products, expected one thread and two", g4_types[type].name, seen[type]);
+    g4_json_free(&j);
+    run("bench --kernels --seconds 0.01");
+    CHECK(status == 0 && strstr(out, "opens ") && strstr(out, "\nMXFP4 "), "bench --kernels as text: %s", out);
+}
+
 int main(int argc, char **argv) {
     gemma4 = argc > 1 ? argv[1] : "./gemma4";
     if (!mkdtemp(dir)) {
@@ -260,6 +283,7 @@ int main(int argc, char **argv) {
     }
     read_info("");
     test_json();
+    test_kernels();
     test_experts();
     test_table();
     test_profile();
