@@ -3,8 +3,9 @@
  * It is not an HTTP implementation (that is libmicrohttpd), nor a generator (engine.c), nor a template (chat.c): it turns JSON into requests of the
  * engine and events of the engine into JSON. It needs POSIX threads and signals; where libmicrohttpd is missing, the program is built without it.
  *
- * Threads: libmicrohttpd runs one for each connection; it reads the request into a job and then only waits for bytes to send. One thread, `work`, owns
- * the engine: it takes new jobs from the inbox, makes steps, and writes each event as JSON into its job. One mutex guards all that both sides touch.
+ * Threads: libmicrohttpd runs one for each connection; it reads the request into a job and then only waits for bytes to send. The thread that called serve
+ * owns the engine (`work`): it takes new jobs from the inbox, makes steps, and writes each event as JSON into its job. A third waits for signals. One mutex
+ * guards all that they share.
  *
  * Reading order: strings, errors, parameters, jobs (one for each request of a client, with one choice for each answer), what the engine's thread does
  * with an event, the endpoints, the daemon.
@@ -97,6 +98,7 @@ typedef struct server {
     int ctx, vocab_size;
     int32_t bos;
     struct MHD_Daemon *daemon;
+    sigset_t signals;            /* that end the server */
     long long started;           /* Unix time */
 
     pthread_mutex_t mutex;       /* guards all that follows, and the jobs */
@@ -644,7 +646,7 @@ static void take_event(choice *c, const g4_event *e, string *scratch) {
             if (!--j->open) finish_job(j, NULL);
         }
     }
-    pthread_cond_broadcast(&j->changed);
+    if (j->stream || j->finished) pthread_cond_broadcast(&j->changed); /* each waking takes time from the next step */
 }
 
 /* ---- The engine's thread ------------------------------------------------------------------------------------------------------------ */
@@ -695,8 +697,7 @@ static void drop_jobs(server *s) {
     }
 }
 
-static void *work(void *user) {
-    server *s = user;
+static void work(server *s) {
     string scratch = {0};
     pthread_mutex_lock(&s->mutex);
     for (;;) {
@@ -722,7 +723,6 @@ static void *work(void *user) {
     }
     pthread_mutex_unlock(&s->mutex);
     free_string(&scratch);
-    return NULL;
 }
 
 /* ---- From a request's body to a job ------------------------------------------------------------------------------------------------------- */
@@ -1458,20 +1458,29 @@ static void wait_for_answers(server *s, const sigset_t *signals, double seconds)
     }
 }
 
-/* Until SIGTERM or SIGINT, and then for the answers in progress; a second signal ends those at once. */
-static void wait_for_the_end(server *s, const sigset_t *signals) {
+/* A thread of its own: waits for SIGTERM or SIGINT, and then for the answers in progress (a second signal ends those at once), and ends the server. */
+static void *wait_for_the_end(void *user) {
     enum { LAST_WORDS = 2 }; /* seconds to tell clients that their answer is cancelled */
+    server *s = user;
     int number;
-    sigwait(signals, &number);
+    sigwait(&s->signals, &number);
     log_line(s, "%s: no new requests; answers in progress have %d s", number == SIGINT ? "SIGINT" : "SIGTERM", s->o.grace);
     pthread_mutex_lock(&s->mutex);
     s->stopping = 1;
-    wait_for_answers(s, signals, s->o.grace);
+    wait_for_answers(s, &s->signals, s->o.grace);
     if (s->in_flight) log_line(s, "answers that are cancelled: %d", s->in_flight);
     s->stopping = 2;
     pthread_cond_signal(&s->work_to_do);
-    wait_for_answers(s, signals, LAST_WORDS);
+    wait_for_answers(s, &s->signals, LAST_WORDS);
     pthread_mutex_unlock(&s->mutex);
+    MHD_socket listening = MHD_quiesce_daemon(s->daemon);
+    MHD_stop_daemon(s->daemon); /* waits for the connections, which wait for their jobs, which are cancelled now */
+    if (listening != MHD_INVALID_SOCKET) close(listening);
+    pthread_mutex_lock(&s->mutex);
+    s->stopping = 3;
+    pthread_cond_signal(&s->work_to_do);
+    pthread_mutex_unlock(&s->mutex);
+    return NULL;
 }
 
 int serve(const serve_options *o, g4_error *err) {
@@ -1492,36 +1501,31 @@ int serve(const serve_options *o, g4_error *err) {
     pthread_cond_init(&s.work_to_do, NULL);
 
     /* Signals come to this thread alone: those begun from here on inherit the mask. A client that goes away is no reason to die. */
-    sigset_t signals, before;
+    sigset_t before;
     struct sigaction old_pipe, no_pipe = {.sa_handler = SIG_IGN};
-    sigemptyset(&signals);
-    sigaddset(&signals, SIGTERM);
-    sigaddset(&signals, SIGINT);
+    sigemptyset(&s.signals);
+    sigaddset(&s.signals, SIGTERM);
+    sigaddset(&s.signals, SIGINT);
     sigaction(SIGPIPE, &no_pipe, &old_pipe);
-    pthread_sigmask(SIG_BLOCK, &signals, &before);
+    pthread_sigmask(SIG_BLOCK, &s.signals, &before);
 
-    pthread_t thread;
-    int failed = pthread_create(&thread, NULL, work, &s) ? g4_fail(err, "the engine's thread cannot be started") : 0;
-    if (!failed) {
-        s.daemon = MHD_start_daemon(MHD_USE_THREAD_PER_CONNECTION | MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_POLL | MHD_USE_ITC | MHD_USE_ERROR_LOG, 0, NULL, NULL,
-                                    on_request, &s, MHD_OPTION_EXTERNAL_LOGGER, ignore, NULL, MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_CONNECTION_LIMIT,
-                                    (unsigned)MAX_CONNECTIONS, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)o->timeout, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)65536,
-                                    MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL, MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
-        if (!s.daemon) failed = g4_fail(err, "libmicrohttpd cannot be started on %s", url);
-        if (!failed && o->listening) o->listening(url);
-        if (!failed) wait_for_the_end(&s, &signals);
-        if (s.daemon) {
-            MHD_socket listening = MHD_quiesce_daemon(s.daemon);
-            MHD_stop_daemon(s.daemon); /* waits for the connections, which wait for their jobs, which are cancelled now */
-            if (listening != MHD_INVALID_SOCKET) close(listening);
-        }
-        pthread_mutex_lock(&s.mutex);
-        s.stopping = 3;
-        pthread_cond_signal(&s.work_to_do);
-        pthread_mutex_unlock(&s.mutex);
-        pthread_join(thread, NULL);
+    pthread_t keeper;
+    int failed = 0;
+    s.daemon = MHD_start_daemon(MHD_USE_THREAD_PER_CONNECTION | MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_POLL | MHD_USE_ITC | MHD_USE_ERROR_LOG, 0, NULL, NULL,
+                                on_request, &s, MHD_OPTION_EXTERNAL_LOGGER, ignore, NULL, MHD_OPTION_LISTEN_SOCKET, fd, MHD_OPTION_CONNECTION_LIMIT,
+                                (unsigned)MAX_CONNECTIONS, MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)o->timeout, MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)65536,
+                                MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL, MHD_OPTION_STRICT_FOR_CLIENT, 1, MHD_OPTION_END);
+    if (!s.daemon) {
+        close(fd);
+        failed = g4_fail(err, "libmicrohttpd cannot be started on %s", url);
+    } else if (pthread_create(&keeper, NULL, wait_for_the_end, &s)) {
+        MHD_stop_daemon(s.daemon);
+        failed = g4_fail(err, "a thread cannot be started");
+    } else {
+        if (o->listening) o->listening(url);
+        work(&s); /* here, in the thread that opened the model: OpenMP's threads belong to it, and with those of another thread there would be too many to spin */
+        pthread_join(keeper, NULL);
     }
-    if (!s.daemon) close(fd);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     sigaction(SIGPIPE, &old_pipe, NULL);
     g4_engine_close(s.engine);
