@@ -9,7 +9,8 @@ The processors and their order are those that generate() itself would put togeth
 frequency and presence penalties; those follow OpenAI's formula and come in as a caller's own processor.
 
 Each case is logits [V], ids so far, settings, and the probabilities [V] that transformers is left with: the softmax of its scores, -1 where it
-removed the id. float32, as generate() has it. Where float32's own rounding decides which ids stay (the same warpers in float64 keep others) there is no
+removed the id. The scores are float32, as generate() has them; their softmax is computed in float64, because torch's own in float32 is by itself up to
+1.1e-6 off on a thousand ids. Where float32's own rounding decides which ids stay (the same warpers in float64 keep others) there is no
 right answer to compare with: such a case is drawn again, and their number stands in the metadata.
 """
 import argparse
@@ -95,7 +96,7 @@ def transformers_probabilities(case):
     removed = torch.isneginf(scores)
     if not torch.equal(removed, torch.isneginf(exact)):
         return None
-    return torch.where(removed, -1, torch.softmax(scores, -1))[0]
+    return torch.where(removed, -1, torch.softmax(scores.double(), -1).float())[0]
 
 
 def main():
