@@ -4,7 +4,9 @@
     header      every struct, field, constant and function of part 1 of gemma4.h is in gemma4/_c.py, of the same kind at the same place: the C compiler is asked
     numbers     trace() against transformers live, on fixtures and on models/austen (bar as in live.py); against `gemma4 trace`, equal bits
     text        encode, decode, generate against `gemma4 tokenize`, `detokenize`, `run`
-    states      batches, truncation and threads give the bits of one sequence alone
+    states      batches, truncation, copies, files and threads give the bits of one sequence alone
+    engine      many requests at once give what each gives alone; stop strings, log-probabilities, drafts, prefixes
+    chat        prompts against `gemma4 template` and transformers' renderings in test/chats.jsonl; answers
     errors      what is refused, by which exception, and that nothing has changed then
     memory      nothing is left of what was closed or dropped; closing in the midst of another thread's call is harmless
     packages    the wheel and the source distribution, installed into fresh environments, give the same bits far from the repository
@@ -28,7 +30,8 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [os.path.join(ROOT, "python"), os.path.join(ROOT, "reference")]
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# On a busy machine threads that wait for each other take most of the time. Where several are wanted, it is said.
+os.environ.update(OMP_WAIT_POLICY="passive", OMP_NUM_THREADS="1", GEMMA4_THREADS="1")
 
 import numpy as np  # noqa: E402
 from live import AUSTEN, Gemma4, comma, compare_traces, report, stored_order  # noqa: E402
@@ -74,21 +77,20 @@ def expected_types(c):
     """The ctypes that a C type of a parameter or result may have."""
     c = re.sub(r"\bconst\b", "", c)
     c = re.sub(r"\s+", " ", re.sub(r"\s*\*\s*", "*", c)).strip()
-    plain = {"void": None, "int": ctypes.c_int, "int32_t": ctypes.c_int32, "size_t": ctypes.c_size_t, "uint64_t": ctypes.c_uint64, "float": ctypes.c_float,
-             "void*": ctypes.c_void_p, "g4_trace_fn*": _c.trace_fn}
+    plain = {"void": None, "int": ctypes.c_int, "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "size_t": ctypes.c_size_t, "uint64_t": ctypes.c_uint64,
+             "float": ctypes.c_float, "double": ctypes.c_double, "void*": ctypes.c_void_p, "g4_sampling": _c.g4_sampling, "g4_chat_family": ctypes.c_int,
+             "g4_trace_fn*": _c.trace_fn, "g4_answer_fn*": _c.answer_fn}
     if c in plain:
         return [plain[c]]
     if c in ("char*", "char**"):
         kinds = [ctypes.c_char_p, ctypes.c_void_p]
         return kinds if c == "char*" else [ctypes.POINTER(k) for k in kinds]
-    if c == "int32_t**":
-        return [ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))]
-    pointed = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "size_t": ctypes.c_size_t, **{s.__name__: s for s in _c.STRUCTS}}
-    if c.endswith("*") and c[:-1] in pointed:
-        return [ctypes.POINTER(pointed[c[:-1]])]
-    if re.fullmatch(r"g4_(model|state|tokenizer|decoder|engine|request)\*", c):
+    if c.endswith("*") and re.fullmatch(r"g4_(model|state|tokenizer|decoder|engine|answer)\*", c):
         return [ctypes.c_void_p]
-    return []
+    structs = {s.__name__: s for s in _c.STRUCTS}
+    if c.endswith("*"):
+        return [ctypes.POINTER(t) for t in expected_types(c[:-1])]
+    return [structs[c]] if c in structs else []
 
 
 def parameter_types(text):
@@ -145,14 +147,20 @@ def test_header(scratch):
         check(len(types) == len(ours[1]), f"{name}: {len(ours[1])} arguments, the header has {len(types)}")
         for i, (mine, c) in enumerate(zip(ours[1], types)):
             check(mine in expected_types(c), f"{name}: argument {i + 1} is {mine}, the header has {c!r}")
-    callbacks = {"trace_fn": re.search(r"typedef void g4_trace_fn\((.*?)\);", part1, re.S), "warn_fn": re.search(r"void \(\*warn\)\((.*?)\);", part1, re.S)}
-    for name, found in callbacks.items():
-        mine, types = getattr(_c, name)._argtypes_, parameter_types(found.group(1))
-        check(len(mine) == len(types) and all(m in expected_types(c) for m, c in zip(mine, types)), f"{name}: {mine}, the header has {types}")
+    callbacks = re.findall(r"(?:typedef )?(void|double) (?:g4_|\(\*)(\w+?)(?:_fn|\))\(([^()]*)\);", part1)
+    check(len(callbacks) == 5, f"the header has the callbacks {callbacks}")
+    for result, name, args in callbacks:
+        kind, types = getattr(_c, f"{name}_fn"), parameter_types(args)
+        mine = kind._argtypes_
+        check(kind._restype_ in expected_types(result) and len(mine) == len(types) and all(m in expected_types(c) for m, c in zip(mine, types)),
+              f"{name}_fn: {mine}, the header has {types}")
 
     from dataclasses import fields
     check({f.name for f in fields(gemma4.Config)} == {f[0] for f in _c.g4_config._fields_} - {"n_eos", "n_suppress"}, "Config does not show every field of g4_config")
     check([f.name for f in fields(gemma4.LayerConfig)] == [f[0] for f in _c.g4_layer_config._fields_], "LayerConfig does not show every field of g4_layer_config")
+    check({f.name for f in fields(gemma4.Sampling)} == {f[0] for f in _c.g4_sampling._fields_} - {"n_prompt", "n_logit_bias"}, "Sampling lacks a field of g4_sampling")
+    check({f.name for f in fields(gemma4.Event)} == {f[0] for f in _c.g4_event._fields_} - {"user", "n_text", "n_top"}, "Event lacks a field of g4_event")
+    check([f.name for f in fields(gemma4.EngineStats)] == [f[0] for f in _c.g4_engine_stats._fields_], "EngineStats lacks a field of g4_engine_stats")
     check([f.name for f in fields(gemma4.RopeConfig)] == [f[0] for f in _c.g4_rope_config._fields_], "RopeConfig does not show every field of g4_rope_config")
 
 
@@ -175,7 +183,7 @@ def test_numbers(cli, scratch):
             with safe_open(os.path.join(path, "expected.safetensors"), "np") as f:
                 ids, noise = f.get_tensor("ids").tolist(), float(f.metadata()["noise_f32"])
         model = gemma4.Model(path)
-        ours = gemma4.State(model, threads=1, chunk=7).trace(ids)
+        ours = gemma4.State(model, chunk=7).trace(ids)
         theirs = reference.trace(reference.load(path), ids)
         compare_traces(label, {name: torch.from_numpy(x) for name, x in ours.items()}, theirs, noise)
         for i in range(model.config.num_hidden_layers):
@@ -186,7 +194,7 @@ def test_numbers(cli, scratch):
             if cli("trace", path, "--ids", comma(ids), "--threads", 1, "-o", file, "--precision", precision) is None:
                 continue
             said = load_file(file)
-            mine = ours if precision == "f32" else gemma4.State(model, threads=1, precision="bf16").trace(ids)
+            mine = ours if precision == "f32" else gemma4.State(model, precision="bf16").trace(ids)
             check(list(mine) == stored_order(file), f"{label}: trace() has {list(mine)}, the program writes {stored_order(file)}")
             for name, x in said.items():
                 check(name in mine and same(mine[name], x), f"{label}: {precision}: {name}: other bits than `gemma4 trace`")
@@ -243,9 +251,11 @@ def test_text(cli, scratch):
         check(d.push(tok.encode("It")[0]) == "It" and d.end() == "", "a decoder goes on after end")
 
     prompt = tok.encode("It is a truth", bos=True)
-    for seed, changed in ((10, {}), (11, {"temperature": 1.5, "top_k": 0, "top_p": 1.0}), (12, {"min_p": 0.1}), (2**64 - 1, {"repeat_penalty": 1.3}), (0, {"temperature": 0.0})):
-        options = {"temperature": "--temp", "top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p", "repeat_penalty": "--repeat-penalty"}
-        args = [x for name, value in changed.items() for x in (options[name], value)]
+    for seed, changed in ((10, {}), (11, {"temperature": 1.5, "top_k": 0, "top_p": 1.0}), (12, {"min_p": 0.1}), (2**64 - 1, {"repeat_penalty": 1.3}), (0, {"temperature": 0.0}),
+                          (13, {"frequency_penalty": 0.7, "presence_penalty": -0.3}), (14, {"logit_bias": {5: -100, 486: 2.5}})):
+        options = {"temperature": "--temp", "top_k": "--top-k", "top_p": "--top-p", "min_p": "--min-p", "repeat_penalty": "--repeat-penalty",
+                   "frequency_penalty": "--frequency-penalty", "presence_penalty": "--presence-penalty", "logit_bias": "--logit-bias"}
+        args = [x for name, value in changed.items() for x in (options[name], value if name != "logit_bias" else "5:-100,486:2.5")]
         said = cli("run", AUSTEN, "--ids", comma(prompt), "-n", 150, "--seed", seed, *args)
         new = list(gemma4.State(model, ctx=200).generate(prompt, n=150, sampling=model.sampling(seed=seed, **changed)))
         check(said is not None and new == [int(i) for i in said.split()] and new, f"generate, seed {seed}, {changed}: {new[:10]}, run says {said[:60]}")
@@ -283,6 +293,17 @@ def test_text(cli, scratch):
     check(gemma4.sample(logits[::-1], greedy) == len(logits) - 1 - int(logits.argmax()), "sample of a strided view")
     check(gemma4.sample(logits, greedy, suppress=[int(logits.argmax())]) == int(logits.argsort()[-2]), "suppress")
     raises(gemma4.Error, "nan", lambda: gemma4.sample(np.full(9, np.nan, np.float32), greedy), "NaN")
+    x = logits.astype(float)
+    expected = x - x.max() - np.log(np.exp(x - x.max()).sum())
+    top = gemma4.top_logprobs(logits, 7)
+    check([t.id for t in top] == np.argsort(-logits, kind="stable")[:7].tolist(), f"top_logprobs: {top}")
+    check(all(abs(t.logprob - expected[t.id]) < 1e-12 for t in top) and abs(gemma4.logprob(logits, 99) - expected[99]) < 1e-12, "log-probabilities against numpy")
+    raises(gemma4.Error, "outside the vocabulary", lambda: gemma4.logprob(logits, 2048), "logprob of no id")
+    raises(ValueError, "n: expected 0 to 2048", lambda: gemma4.top_logprobs(logits, 2049), "top_logprobs of more than there are")
+    history = [7, 8, 8, 9]
+    flat = np.zeros(20, np.float32)
+    how = gemma4.Sampling(temperature=0, frequency_penalty=1.0)
+    check(gemma4.sample(flat, how, history) == 0 and gemma4.sample(np.eye(20, dtype=np.float32)[8] * 1.5, how, history, n_prompt=2) == 8, "n_prompt: one of the two does not count")
 
 
 # ---- states --------------------------------------------------------------------------------------------------------------------------------------
@@ -292,10 +313,10 @@ def test_states():
     model = gemma4.Model(AUSTEN)
     rng = np.random.default_rng(1)
     sequences = [rng.integers(3, 2000, n).astype(np.int32) for n in (50, 1, 130, 17)]
-    alone = [gemma4.State(model, threads=1).forward(ids) for ids in sequences]
+    alone = [gemma4.State(model).forward(ids) for ids in sequences]
 
-    with gemma4.State(model, ctx=200, chunk=33, n_seqs=4) as s:
-        check((s.ctx, s.chunk, s.n_seqs, s.precision) == (200, 33, 4, "f32") and s.threads >= 1, f"{s}")
+    with gemma4.State(model, ctx=200, chunk=33, n_seqs=4, threads=2) as s:
+        check((s.ctx, s.chunk, s.n_seqs, s.threads, s.precision) == (200, 33, 4, 2, "f32"), f"{s}")
         rows = rng.permutation(np.repeat(np.arange(4), [len(x) for x in sequences]))  # all sequences, mixed
         at = np.zeros(len(rows), np.int32)
         for q in range(4):
@@ -315,6 +336,27 @@ def test_states():
         s.truncate(0)
         check(same(s.trace(np.repeat(sequences[0], 2)[::2])["logits"], alone[0]), "a strided view, traced in two chunks")
 
+    with gemma4.State(model, ctx=300, n_seqs=3) as s, tempfile.TemporaryDirectory() as folder:
+        s.forward(sequences[2], logits="none")
+        s.copy(0, 1)
+        s.copy(0, 2, length=100)
+        check([s.length(q) for q in range(3)] == [130, 130, 100] and same(s.ids(2), sequences[2][:100]), "copy")
+        check(same(s.forward(sequences[2][100:], seq=2), alone[2][100:]), "a copy goes on with the same bits")
+        file = os.path.join(folder, "sequence")
+        s.save(file, seq=1)
+        other = gemma4.State(model, ctx=200, chunk=5)
+        other.forward([2, 5])
+        check(same(other.load(file), sequences[2]) and same(other.ids(), sequences[2]), "save and load")
+        check(same(other.forward(sequences[3]), s.forward(sequences[3])), "what was loaded goes on with the same bits")
+        raises(gemma4.Error, "sequence 5", lambda: s.copy(5, 0), "copy of no sequence")
+        raises(gemma4.Error, "131", lambda: s.copy(1, 0, length=131), "copy of more than there is")
+        raises(gemma4.Error, "nosuch", lambda: s.load(os.path.join(folder, "nosuch")), "load of no file")
+        with open(file, "r+b") as f:
+            f.truncate(os.path.getsize(file) - 7)
+        held = s.length()
+        raises(gemma4.Error, "sequence", lambda: s.load(file), "load of a file that ends early")
+        check(s.length() in (0, held) and len(s.forward([5])) == 1, "and the state goes on")
+
     import torch
     check(same(gemma4.State(model).forward(torch.tensor(sequences[0])), alone[0]), "a tensor of torch, whose OpenMP is in the same process")
 
@@ -330,7 +372,7 @@ def test_states():
     worker = threading.Thread(target=count)
     worker.start()
     begin = counted[0]
-    gemma4.State(model, threads=1).forward(long, logits="none")
+    gemma4.State(model).forward(long, logits="none")
     seen = counted[0] - begin
     done.set()
     worker.join()
@@ -340,10 +382,10 @@ def test_states():
     tok, results = gemma4.Tokenizer(AUSTEN), {}
 
     def run(q):
-        with gemma4.State(model, threads=1) as s:
+        with gemma4.State(model) as s:
             results[q] = same(s.forward(sequences[q]), alone[q]) and tok.decode(tok.encode("It is a truth")) == "It is a truth"
 
-    shared = gemma4.State(model, threads=1, n_seqs=4)
+    shared = gemma4.State(model, n_seqs=4)
 
     def share(q):
         results["shared", q] = same(np.concatenate([shared.forward(sequences[q][i:i + 5], seq=q) for i in range(0, len(sequences[q]), 5)]), alone[q])
@@ -354,6 +396,147 @@ def test_states():
     for w in workers:
         w.join()
     check(len(results) == 8 and all(results.values()), f"threads: {results}")
+
+
+# ---- engine and chat -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_engine(scratch):
+    model, tok = gemma4.Model(AUSTEN), gemma4.Tokenizer(AUSTEN)
+    texts = ["It is a truth", "It is a truth universally acknowledged", "My dear Mr. Bennet", "She was", "It is a truth"]
+    prompts = [tok.encode(text, bos=True) for text in texts]
+    how = [model.sampling(seed=i, frequency_penalty=0.5 * (i == 2)) for i in range(5)]
+    alone = [list(gemma4.State(model, ctx=256).generate(p, n=40, sampling=h)) for p, h in zip(prompts, how)]
+    for options in ({}, {"speculate": 4}, {"budget": 2, "prefix_reuse": False}):
+        with gemma4.State(model, ctx=256, n_seqs=3) as state, gemma4.Engine(state, tok, **options) as engine:
+            numbers = [engine.add(p, max_new=40, sampling=h, logprobs=i == 1, top_logprobs=3 * (i == 1)) for i, (p, h) in enumerate(zip(prompts, how))]
+            check(engine.pending() == 5 and numbers == [1, 2, 3, 4, 5], f"add: {numbers}")
+            ids, said, last = {n: [] for n in numbers}, dict.fromkeys(numbers, ""), {}
+            for event in engine.events():
+                ids[event.request] += [] if event.token is None else [event.token]
+                said[event.request] += event.text
+                check(event.request not in last, "nothing comes after a request's last event")
+                check((event.logprob is not None) == (event.request == 2) and len(event.top) == 3 * (event.request == 2), "log-probabilities are for who asked")
+                if event.finish:
+                    last[event.request] = event
+            check([ids[n] for n in numbers] == alone, f"{options}: requests give what they give alone")
+            check([said[n] for n in numbers] == [tok.decode(x) for x in alone], f"{options}: texts")
+            check(all(last[n].finish == "length" and last[n].n_new == 40 and last[n].error is None for n in numbers), f"{options}: {last}")
+            stats = engine.stats()
+            check(stats.new_tokens == 200 and stats.active == 0 and stats.forwards > 0 and stats.prompt_seconds > 0 and stats.decode_seconds > 0, f"{stats}")
+            check((stats.proposed > 0) == ("speculate" in options) and (stats.cached_tokens > 0) == (not options.get("budget")), f"{options}: {stats}")
+
+    state = gemma4.State(model, ctx=256, n_seqs=2)
+    with gemma4.Engine(state, tok) as engine:
+        text = tok.decode(alone[0])
+        stop = text[len(text) // 2:][:5]
+        engine.add(prompts[0], max_new=40, sampling=how[0], stop=["no such text", stop])
+        events = list(engine.events())
+        check("".join(e.text for e in events) == text[:text.index(stop)] and (events[-1].finish, events[-1].stop) == ("stop_string", 1), f"stop {stop!r}: {events[-1]}")
+        engine.add(prompts[0], max_new=40, sampling=how[0], stop_ids=[alone[0][7]])
+        events = list(engine.events())
+        new = [e.token for e in events if e.token is not None]
+        check(new == alone[0][:alone[0].index(alone[0][7])] and (events[-1].finish, events[-1].stop) == ("stop_id", alone[0][7]), f"stop_ids: {events[-1]}")
+        check(events[-1].n_cached > 0, "a prompt that was there is not computed again")
+
+        # log-probabilities are those of the model's own distribution
+        engine.add(prompts[0], max_new=1, sampling=how[0], logprobs=True, top_logprobs=2)
+        first = list(engine.events())[0]
+        logits = gemma4.State(model).forward(prompts[0], logits="last")[0]
+        check(first.logprob == gemma4.logprob(logits, first.token) and list(first.top) == gemma4.top_logprobs(logits, 2), f"{first}")
+
+        number = engine.add(prompts[0], max_new=40)
+        engine.step()
+        check(engine.cancel(number) and [e.finish for e in engine.events()][-1] == "cancelled" and not engine.cancel(number), "cancel")
+        raises(gemma4.Error, "the prompt is empty", lambda: engine.add([]), "an empty prompt")
+        raises(gemma4.Error, "2048", lambda: engine.add([2048]), "an id outside the vocabulary")
+        raises(gemma4.Error, "max_new", lambda: engine.add([2], max_new=-1), "max_new -1")
+        raises(TypeError, "a list of texts", lambda: engine.add([2], stop="abc"), "stop that is one text")
+        raises(ValueError, "NUL", lambda: engine.add([2], stop=["a\0b"]), "stop with NUL")
+        raises(ValueError, "belong to an engine", lambda: state.forward([2]), "a state that an engine has")
+        raises(ValueError, "belong to an engine", lambda: gemma4.Engine(state), "a second engine")
+        file = os.path.join(scratch, "prefix")
+        held = list(prompts[0]) + alone[0][:7]
+        check(engine.save(held, file) >= len(prompts[0]), "save")
+        raises(gemma4.Error, "nothing to save", lambda: engine.save([9, 9], os.path.join(scratch, "none")), "save of what is not there")
+        check(engine.pending() == 0, "what was refused is not pending")
+    check(state.length() == 0 and same(state.forward(prompts[3]), gemma4.State(model).forward(prompts[3])), "a state that an engine had begins anew")
+    with gemma4.Engine(gemma4.State(model, ctx=256)) as engine:
+        n = engine.load(file)
+        engine.add(held, max_new=5, sampling=how[0])
+        events = list(engine.events())
+        check([e.token for e in events if e.token is not None] == alone[0][7:12] and events[-1].n_cached == min(n, len(held) - 1) and not any(e.text for e in events),
+              f"load, without a tokenizer: {events[-1]}")
+    raises(ValueError, "is closed", engine.step, "an engine that is closed")
+
+    # what belongs together goes together, in whatever order it is closed or dropped
+    state, other = gemma4.State(model), gemma4.Tokenizer(AUSTEN)
+    engine = gemma4.Engine(state, other)
+    engine.add(prompts[0])
+    engine.step()
+    state.close()
+    other.close()
+    engine.step()
+    check(state._handle.free.alive and other._handle.free.alive, "a state and a tokenizer stay as long as their engine")
+    frees = state._handle.free, other._handle.free, engine._handle.free
+    del engine
+    gc.collect()
+    check(not any(free.alive for free in frees), "and go with it")
+    state = gemma4.State(model)
+    engine = gemma4.Engine(state)
+    del engine
+    gc.collect()
+    check(len(state.forward([2])) == 1, "a dropped engine gives its state back")
+
+
+def test_chat(cli, scratch):
+    tok = gemma4.Tokenizer(AUSTEN)
+    for i, line in enumerate(open(os.path.join(ROOT, "test", "chats.jsonl"), encoding="utf-8")):
+        case = json.loads(line)
+        for family in ("small", "large"):
+            if isinstance(case.get(family), str):
+                prompt = gemma4.render_chat(case["request"], family=family)
+                check(prompt.text == case[family], f"chats.jsonl:{i + 1}: {family}: {prompt.text[:200]!r}")
+                data = prompt.text.encode()
+                names = [data[at:at + n].decode() for at, n in prompt.markers]
+                check(names[:1] == ["<bos>"] and all(tok.token_id(name) is not None for name in names), f"chats.jsonl:{i + 1}: markers {names}")
+                ids = prompt.encode(tok)
+                check(tok.decode(ids) == prompt.text and ids[0] == 2, f"chats.jsonl:{i + 1}: ids to text")
+                check(sum(tok.is_special(j) for j in ids.tolist()) == len(names), f"chats.jsonl:{i + 1}: {len(names)} ids are special")
+                check(same(prompt.encode(tok, parse_request=True), tok.encode(prompt.text)), f"chats.jsonl:{i + 1}: parse_request")
+                said = cli("template", "--family", family, stdin=json.dumps(case["request"]).encode()) if i < 5 else data
+                check(said == data, f"chats.jsonl:{i + 1}: gemma4 template")
+    request = {"messages": [{"role": "user", "content": "Hi <turn|>"}]}
+    prompt = gemma4.render_chat(request, family="small")
+    check(prompt.encode(tok).tolist().count(16) == 1 and prompt.encode(tok, parse_request=True).tolist().count(16) == 2, "what the user wrote is no marker")
+    check(gemma4.render_chat(json.dumps(request), family="small") == prompt, "JSON is a request too")
+    raises(gemma4.Error, "messages", lambda: gemma4.render_chat({}, family="small"), "no messages")
+    raises(ValueError, "family", lambda: gemma4.render_chat(request, family="medium"), "family")
+    raises(ValueError, "", lambda: gemma4.render_chat({"messages": float("nan")}, family="small"), "NaN is no JSON")
+
+    import warnings
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        family = gemma4.chat_family(AUSTEN)
+    check(family == "small" and len(said) == 1 and said[0].filename == __file__, f"chat_family: {family}, {[str(w.message) for w in said]}")
+    check(gemma4.recognise_template("{{ bos_token }}") is None, "another template")
+    raises(gemma4.Error, "nosuch", lambda: gemma4.chat_family("nosuch"), "chat_family of nothing")
+
+    call = tok.encode('<|tool_call>call:f{a:<|"|>x<|"|>,b:2}<tool_call|>').tolist()
+    bad = tok.encode("<|tool_call>no call<tool_call|>").tolist()
+    answer = tok.encode("<|channel>thought\nI think é<channel|>Hello\n").tolist() + call + bad
+    message = gemma4.read_answer(tok, answer)
+    check((message.reasoning, message.content) == ("I think é", "Hello\n"), f"{message}")
+    check(len(message.calls) == 2 and message.calls[0].name == "f" and json.loads(message.calls[0].arguments) == {"a": "x", "b": 2} and message.calls[0].fault is None, f"{message.calls}")
+    check(message.calls[1].name is None and "no call" in message.calls[1].arguments and message.calls[1].fault, f"{message.calls[1:]}")
+    with gemma4.Answer(tok) as a:
+        parts = [part for id in answer for part in a.push(id)] + a.end()
+    check("".join(p.text for p in parts if p.kind == "reasoning") == message.reasoning and "".join(p.text for p in parts if p.kind == "content") == message.content, f"{parts}")
+    calls = [(p.kind, p.name, p.text, p.fault) for p in parts if "call" in p.kind]
+    check(calls == [("tool_call", "f", message.calls[0].arguments, None), ("bad_tool_call", None, message.calls[1].arguments, message.calls[1].fault)], f"{calls}")
+    check(gemma4.read_answer(tok, tok.encode("Hm<channel|>Yes"), in_reasoning=True) == gemma4.Message("Hm", "Yes", ()), "in_reasoning")
+    raises(gemma4.Error, "2048", lambda: gemma4.read_answer(tok, [2048]), "an id that is none")
+    raises(ValueError, "is closed", lambda: a.push(5), "an answer that is closed")
 
 
 # ---- errors --------------------------------------------------------------------------------------------------------------------------------------
@@ -380,6 +563,7 @@ def test_errors(scratch):
     raises(Error, "n_seqs -1", lambda: State(model, n_seqs=-1), "n_seqs")
     raises(TypeError, "chunk", lambda: State(model, chunk=1.5), "chunk 1.5")
     raises(ValueError, "precision", lambda: State(model, precision="f16"), "precision")
+    raises(ValueError, "prefetch", lambda: Model(AUSTEN, prefetch="some"), "prefetch")
     check(model.state_bytes(ctx=999999) == (0, 0), "state_bytes of wrong options")
 
     with State(model, ctx=8, n_seqs=2) as s:
@@ -432,6 +616,8 @@ def test_errors(scratch):
     raises(ValueError, "seed", lambda: gemma4.sample(logits, gemma4.Sampling(seed=2**64)), "seed of 65 bits")
     raises(ValueError, "seed", lambda: gemma4.sample(logits, gemma4.Sampling(seed=-1)), "negative seed")
     raises(TypeError, "top_k", lambda: gemma4.sample(logits, gemma4.Sampling(top_k=2.5)), "top_k 2.5")
+    raises(TypeError, "min_p: expected a number, found str", lambda: gemma4.sample(logits, gemma4.Sampling(min_p="0")), "min_p of another type")
+    raises(Error, "logit_bias", lambda: gemma4.sample(logits, gemma4.Sampling(logit_bias={9: 1.0})), "logit_bias outside the vocabulary")
     raises(Error, "top_p", lambda: gemma4.sample(logits, gemma4.Sampling(top_p=2.0)), "top_p 2")
     raises(Error, "outside the vocabulary", lambda: gemma4.sample(logits, gemma4.Sampling(repeat_penalty=2.0), history=[9]), "history outside the vocabulary")
     raises(Error, "every id is suppressed", lambda: gemma4.sample(logits, how, suppress=range(9)), "all suppressed")
@@ -498,21 +684,32 @@ def test_memory():
     text = "It is a truth universally acknowledged. " * 2000
 
     def closed():
-        with gemma4.Model(path) as m, gemma4.State(m, ctx=64, threads=1) as s:
+        with gemma4.Model(path) as m, gemma4.State(m, ctx=64) as s:
             s.trace([2, 3, 4])
-        gemma4.State(model, threads=1).close()
+        gemma4.State(model).close()
 
     def dropped():
-        gemma4.State(model, threads=1).forward([2, 5])
-        gemma4.State(gemma4.Model(path), ctx=64, threads=1)
+        gemma4.State(model).forward([2, 5])
+        gemma4.State(gemma4.Model(path), ctx=64)
         gemma4.Decoder(gemma4.Tokenizer(AUSTEN)).push(5)
-        next(gemma4.State(model, threads=1).generate([2]))
+        next(gemma4.State(model).generate([2]))
         with contextlib.suppress(gemma4.Error):
             gemma4.State(model, ctx=10**6)
 
     def in_cycles():
-        s = gemma4.State(model, threads=1)
+        s = gemma4.State(model)
         s.itself = s
+
+    def engines():
+        with gemma4.State(model, ctx=64) as s, gemma4.Engine(s, tok) as e:
+            e.add([2, 3], max_new=3, stop=["x"], logprobs=True, top_logprobs=5, sampling=gemma4.Sampling(logit_bias={5: 1.0}))
+            list(e.events())
+            e.add([2, 3])
+
+    def chats():
+        gemma4.render_chat({"messages": [{"role": "user", "content": text}]}, family="small").encode(tok)
+        gemma4.read_answer(tok, tok.encode("<|channel>thought\nHm<channel|>Hello"))
+        gemma4.Answer(tok).push(5)
 
     def encoded():
         tok.decode(tok.encode(text))
@@ -520,7 +717,7 @@ def test_memory():
     if not os.path.exists("/proc/self/statm"):
         report.skip("memory: this system does not tell how much is used")
     else:
-        for what, times in ((closed, 40), (dropped, 40), (in_cycles, 100), (encoded, 40)):
+        for what, times in ((closed, 40), (dropped, 40), (in_cycles, 100), (encoded, 40), (engines, 40), (chats, 40)):
             for _ in range(5):
                 what()
             gc.collect()
@@ -533,8 +730,8 @@ def test_memory():
 
     # what is closed in the midst of a call, and in the wrong order
     m = gemma4.Model(AUSTEN)
-    alone = gemma4.State(m, threads=1).forward(np.full(600, 7), logits="last")
-    s, found = gemma4.State(m, threads=1), []
+    alone = gemma4.State(m).forward(np.full(600, 7), logits="last")
+    s, found = gemma4.State(m), []
     worker = threading.Thread(target=lambda: found.append(s.forward(np.full(600, 7), logits="last")))
     worker.start()
     time.sleep(0.01)
@@ -544,7 +741,7 @@ def test_memory():
     check(not found or same(found[0], alone), "closed in the midst of forward")  # none: closed before it began
     check(not s._handle.free.alive and not m._handle.free.alive, "what was closed is freed")
     m = gemma4.Model(AUSTEN)
-    s = gemma4.State(m, threads=1)
+    s = gemma4.State(m)
     m.close()
     check(m._handle.free.alive and same(s.forward(np.full(600, 7), logits="last"), alone), "a closed model stays as long as its state")
     s.close()
@@ -553,18 +750,19 @@ def test_memory():
     d = gemma4.Decoder(t)
     t.close()
     check(d.push(t_it := tok.encode("It")[0].item()) == "It" and t_it > 0 and t._handle.free.alive, "a closed tokenizer stays as long as its decoder")
+    free = t._handle.free
     del d
     gc.collect()
-    check(not t._handle.free.alive, "and goes with it")
+    check(not free.alive, "and goes with it")
 
     # threads that open, use and close at random: no crash, and everything is freed at the end
-    m, handles, wrong = gemma4.Model(AUSTEN), [], []
+    m, frees, wrong = gemma4.Model(AUSTEN), [], []
 
     def churn():
         for _ in range(30):
             try:
-                s = gemma4.State(m, ctx=16, threads=1)
-                handles.append(s._handle)
+                s = gemma4.State(m, ctx=16)
+                frees.append(s._handle.free)
                 threading.Thread(target=s.close).start()
                 s.forward([2, 5, 6])
             except ValueError as e:
@@ -577,9 +775,9 @@ def test_memory():
     for w in workers:
         w.join()
     deadline = time.monotonic() + 10
-    while any(h.free.alive for h in handles) and time.monotonic() < deadline:
+    while any(free.alive for free in frees) and time.monotonic() < deadline:
         time.sleep(0.01)
-    check(len(handles) == 120 and not any(h.free.alive for h in handles) and not wrong, f"{sum(h.free.alive for h in handles)} states of {len(handles)} are left; {wrong}")
+    check(len(frees) == 120 and not any(free.alive for free in frees) and not wrong, f"{sum(free.alive for free in frees)} states of {len(frees)} are left; {wrong}")
 
 
 # ---- packages ------------------------------------------------------------------------------------------------------------------------------------
@@ -643,7 +841,7 @@ with gemma4.Model(sys.argv[1]) as model, gemma4.State(model) as state:
     check(status == 0, f"pip install of the source distribution: {said}")
     status, said = run(python, "-c", program, AUSTEN)
     check(status == 0 and said.split() == [expected, _c.VERSION], f"the source distribution: {said}")
-    status, said = run(python, "-c", "import gemma4, sys; print(gemma4.State(gemma4.Model(sys.argv[1])).threads)", AUSTEN)
+    status, said = run(python, "-c", "import gemma4, sys; print(gemma4.State(gemma4.Model(sys.argv[1])).threads)", AUSTEN, OMP_NUM_THREADS="2")
     check(said.split() == ["1"], f"CFLAGS=-fno-openmp: {said}")
     run(*pip, "uninstall", "-y", "gemma4")
 
@@ -702,10 +900,10 @@ def test_example(cli, scratch):
 def main():
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("gemma4", nargs="?", default=os.path.join(ROOT, "gemma4"))
-    p.add_argument("--only", default="header,numbers,text,states,errors,memory,packages,example")
+    p.add_argument("--only", default="header,numbers,text,states,engine,chat,errors,memory,packages,example")
     args = p.parse_args()
     cli = Gemma4(os.path.abspath(args.gemma4))
-    arguments = {"header": "s", "numbers": "cs", "text": "cs", "states": "", "errors": "s", "memory": "", "packages": "s", "example": "cs"}
+    arguments = {"header": "s", "numbers": "cs", "text": "cs", "states": "", "engine": "s", "chat": "cs", "errors": "s", "memory": "", "packages": "s", "example": "cs"}
     for name in args.only.split(","):
         with tempfile.TemporaryDirectory() as scratch:
             before = report.passed + report.failed
