@@ -186,8 +186,9 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define load_weights VERSION(load_weights, ISA)
 #define step VERSION(step, ISA)
 #define tile VERSION(tile, ISA)
-#define tile_any VERSION(tile_any, ISA)
 #define tile_of VERSION(tile_of, ISA)
+#define rows_of VERSION(rows_of, ISA)
+#define groups_of VERSION(groups_of, ISA)
 #define widen_row VERSION(widen_row, ISA)
 #define add_lanes VERSION(add_lanes, ISA)
 #define finish VERSION(finish, ISA)
@@ -240,7 +241,7 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define exp_row VERSION(exp_row, ISA)
 #define table VERSION(table, ISA)
 
-/* The instruction sets. LANES floats are one vector; a tile is up to ROWS rows by TOKENS tokens, as many as the registers hold. ARMv7 is missing on purpose:
+/* The instruction sets. LANES floats are one vector; a tile is ROWS rows by up to GROUP tokens, or FEWER_ROWS by up to TOKENS, as many as the registers hold. ARMv7 is missing on purpose:
  * its vectors flush subnormals. So are gcc's AVX versions for Windows: gcc aligns the stack there to 16 bytes only and crashes when it spills a vector. */
 #if defined(__GNUC__) && defined(__x86_64__) && !(defined(_WIN32) && !defined(__clang__))
 #define HAVE_AVX
@@ -250,13 +251,17 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
 #define LANES 16
 #define ROWS 4
-#define TOKENS 6
+#define GROUP 6
+#define FEWER_ROWS 3
+#define TOKENS 8
 #define QUANT_ROWS 4
 #include "backend_cpu.c"
 #undef ISA
 #undef TARGET
 #undef LANES
 #undef ROWS
+#undef GROUP
+#undef FEWER_ROWS
 #undef TOKENS
 #undef QUANT_ROWS
 
@@ -264,6 +269,8 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define LANES 8
 #define ROWS 2
+#define GROUP 3
+#define FEWER_ROWS 2
 #define TOKENS 3
 #define QUANT_ROWS 2
 #include "backend_cpu.c"
@@ -271,6 +278,8 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #undef TARGET
 #undef LANES
 #undef ROWS
+#undef GROUP
+#undef FEWER_ROWS
 #undef TOKENS
 #undef QUANT_ROWS
 #endif
@@ -279,6 +288,7 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define TARGET
 #ifdef HAVE_VECTORS
 #define LANES 4
+#define GROUP 3
 #define TOKENS 3
 #define QUANT_ROWS 1
 #if defined(__aarch64__)
@@ -289,8 +299,10 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #else
 #define LANES 1
 #define ROWS 1
+#define GROUP 2
 #define TOKENS 2
 #endif
+#define FEWER_ROWS ROWS
 #include "backend_cpu.c"
 
 /* ---- Part 3: the operations --------------------------------------------------------------------------------------------- */
@@ -1192,8 +1204,9 @@ static INLINE TARGET void step(int R, int N, int kind, vec a[4][TOKENS][PARTS], 
     }
 }
 
-/* lanes [R][TOKENS][16], which begin with 0 if `fresh`, += R rows of weights by N tokens, n elements of each. */
-static INLINE TARGET void tile(int R, int N, int kind, int fresh, float *lanes, const unsigned char *w, size_t w_stride, const float *x, size_t x_stride, int n) {
+/* lanes [R][N][16], which begin with 0 if `fresh`, += R rows of weights by N tokens, n elements of each. The same rows at `soon` come next. */
+static INLINE TARGET void tile(int R, int N, int kind, int fresh, float *lanes, const unsigned char *w, size_t w_stride, const unsigned char *soon, const float *x,
+                               size_t x_stride, int n) {
     const size_t size = kind == HOST_FLOATS ? 4 : 2;
     vec a[4][TOKENS][PARTS];
     UNROLL for (int r = 0; r < R; r++)
@@ -1202,10 +1215,10 @@ static INLINE TARGET void tile(int R, int N, int kind, int fresh, float *lanes, 
     if (!fresh)
         UNROLL for (int r = 0; r < R; r++)
             UNROLL for (int t = 0; t < N; t++)
-                UNROLL for (int p = 0; p < PARTS; p++) a[r][t][p] = load(lanes + (r * TOKENS + t) * 16 + p * LANES);
+                UNROLL for (int p = 0; p < PARTS; p++) a[r][t][p] = load(lanes + (r * N + t) * 16 + p * LANES);
     int i = 0;
     for (; i + 16 <= n; i += 16) {
-        UNROLL for (int r = 0; r < R; r++) PREFETCH(w + r * w_stride + i * size + 512);
+        UNROLL for (int r = 0; r < R; r++) PREFETCH(soon + r * w_stride + i * size);
         step(R, N, kind, a, w + i * size, w_stride, x + i, x_stride);
     }
     if (i < n) { /* zeros fill the step up: a lane is never -0, so adding 0 leaves it alone */
@@ -1217,33 +1230,48 @@ static INLINE TARGET void tile(int R, int N, int kind, int fresh, float *lanes, 
     }
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int t = 0; t < N; t++)
-            UNROLL for (int p = 0; p < PARTS; p++) store(lanes + (r * TOKENS + t) * 16 + p * LANES, a[r][t][p]);
+            UNROLL for (int p = 0; p < PARTS; p++) store(lanes + (r * N + t) * 16 + p * LANES, a[r][t][p]);
 }
 
-/* The same for R = 1 or ROWS and N up to TOKENS. */
-static INLINE TARGET void tile_any(int R, int N, int kind, int fresh, float *lanes, const unsigned char *w, size_t w_stride, const float *x, size_t x_stride, int n) {
-    switch (N) {
-    case 1: tile(R, 1, kind, fresh, lanes, w, w_stride, x, x_stride, n); break;
-    case 2: tile(R, 2, kind, fresh, lanes, w, w_stride, x, x_stride, n); break;
+/* The same for R = 1 row, or rows_of(N). */
+static INLINE TARGET void tile_of(int R, int N, int kind, int fresh, float *lanes, const unsigned char *w, size_t w_stride, const unsigned char *soon, const float *x,
+                                  size_t x_stride, int n) {
+    switch (R == 1 ? N : N + 8) {
+    case 1: tile(1, 1, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
+    case 2: tile(1, 2, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
+    case 9: tile(4, 1, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
+    case 10: tile(ROWS, 2, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
 #if TOKENS > 2
-    case 3: tile(R, 3, kind, fresh, lanes, w, w_stride, x, x_stride, n); break;
+    case 3: tile(1, 3, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
+    case 11: tile(ROWS, 3, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
 #endif
 #if TOKENS > 3
-    case 4: tile(R, 4, kind, fresh, lanes, w, w_stride, x, x_stride, n); break;
-    case 5: tile(R, 5, kind, fresh, lanes, w, w_stride, x, x_stride, n); break;
-    case 6: tile(R, 6, kind, fresh, lanes, w, w_stride, x, x_stride, n); break;
+    case 4: tile(1, 4, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
+    case 5: tile(1, 5, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
+    case 6: tile(1, 6, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
+    case 7: tile(1, 7, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
+    case 8: tile(1, 8, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
+    case 12: tile(ROWS, 4, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
+    case 13: tile(ROWS, 5, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
+    case 14: tile(ROWS, 6, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
+    case 15: tile(FEWER_ROWS, 7, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
+    case 16: tile(FEWER_ROWS, 8, kind, fresh, lanes, w, w_stride, soon, x, x_stride, n); break;
 #endif
     }
 }
 
-/* y [rows] = the lanes of one token, added */
-static TARGET void finish(float *y, const float *lanes, int rows) {
+/* T tokens are cut into groups, each of which meets as many rows at once as there are registers for. */
+static INLINE int groups_of(int T) { return T <= TOKENS ? 1 : T / GROUP + (T % GROUP > 0); }
+static INLINE int rows_of(int N) { return N == 1 ? 4 : N <= GROUP ? ROWS : FEWER_ROWS; }
+
+/* y [rows] = the lanes of one token of N, added */
+static TARGET void finish(float *y, const float *lanes, int N, int rows, int round) {
     int r = 0;
 #if LANES > 1
     for (; r + 4 <= rows; r += 4) {
         quad s[4];
         UNROLL for (int i = 0; i < 4; i++) {
-            const float *lane = lanes + (r + i) * TOKENS * 16;
+            const float *lane = lanes + (r + i) * N * 16;
             s[i] = (quad_load(lane) + quad_load(lane + 8)) + (quad_load(lane + 4) + quad_load(lane + 12));
         }
         quad ab = SHUFFLE(s[0], s[1], 0, 4, 1, 5) + SHUFFLE(s[0], s[1], 2, 6, 3, 7);
@@ -1252,7 +1280,8 @@ static TARGET void finish(float *y, const float *lanes, int rows) {
         memcpy(y + r, &s[0], sizeof s[0]);
     }
 #endif
-    for (; r < rows; r++) y[r] = add_lanes(lanes + r * TOKENS * 16);
+    for (; r < rows; r++) y[r] = add_lanes(lanes + r * N * 16);
+    for (r = 0; round && r < rows; r++) y[r] = round_one(y[r]);
 }
 
 #if LANES > 1
@@ -1353,89 +1382,75 @@ static TARGET void quantised_rows(const product *m, int begin, int end) {
 
 #endif
 
-/* R = 1 or ROWS rows (4, if N is 1) of floats or bfloat16 by N tokens. */
-static INLINE TARGET void tile_of(int R, int N, int kind, int fresh, float *lanes, const unsigned char *w, size_t w_stride, const float *x, size_t x_stride, int n) {
-    if (kind == HOST_FLOATS) {
-        if (R == 1) tile_any(1, N, HOST_FLOATS, fresh, lanes, w, w_stride, x, x_stride, n);
-        else if (N == 1) tile(4, 1, HOST_FLOATS, fresh, lanes, w, w_stride, x, x_stride, n);
-        else tile_any(ROWS, N, HOST_FLOATS, fresh, lanes, w, w_stride, x, x_stride, n);
-    } else {
-        if (R == 1) tile_any(1, N, LITTLE_BF16, fresh, lanes, w, w_stride, x, x_stride, n);
-        else if (N == 1) tile(4, 1, LITTLE_BF16, fresh, lanes, w, w_stride, x, x_stride, n);
-        else tile_any(ROWS, N, LITTLE_BF16, fresh, lanes, w, w_stride, x, x_stride, n);
-    }
-}
-
-/* Rows begin .. end - 1 of a product whose weights are widened first, a few rows and BLOCK elements at a time, for up to 66 tokens. All meet the widened
- * weights while they are in the cache; their lanes wait for the next block. */
+/* Rows begin .. end - 1 of a product whose weights are widened first, PANEL rows of BLOCK elements at a time, for up to MOST tokens: all of them meet the
+ * panel while it is in the cache, and their lanes wait for the next one. */
 static TARGET void product_widened(const product *m, int begin, int end) {
-    enum { PANEL = 8, BLOCK = 1024, GROUPS = 66 / TOKENS, LANES_OF_GROUP = PANEL * TOKENS * 16 };
-    float w[PANEL * BLOCK], lanes[GROUPS * LANES_OF_GROUP]; /* 65 KiB of stack */
-    for (int first = 0; first < m->T; first += GROUPS * TOKENS) {
-        const int T = MIN(GROUPS * TOKENS, m->T - first), groups = (T + TOKENS - 1) / TOKENS;
+    enum { PANEL = LANES > 4 ? 12 : 8, BLOCK = 512, MOST = LANES > 4 ? 66 : 24 }; /* 74 or 28 KiB of stack */
+    float w[PANEL * BLOCK], lanes[MOST * PANEL * 16];
+    const g4_type *type = &g4_types[m->type];
+    for (int first = 0; first < m->T; first += MOST) {
+        const int T = MIN(MOST, m->T - first), groups = groups_of(T);
         for (int o = begin; o < end; o += PANEL) {
             const int rows = MIN(PANEL, end - o);
             for (int i = 0; i < m->n; i += BLOCK) {
-                const int n = MIN(BLOCK, m->n - i);
-                const unsigned char *from = m->w + (size_t)o * m->w_stride + (size_t)(i / g4_types[m->type].block) * (size_t)g4_types[m->type].bytes;
+                const int n = MIN(BLOCK, m->n - i), bytes = BLOCK / type->block * type->bytes;
+                const unsigned char *from = m->w + (size_t)o * m->w_stride + (size_t)(i / type->block) * (size_t)type->bytes;
+                const unsigned char *soon = i + BLOCK < m->n ? from + bytes : m->w + (size_t)(o + PANEL) * m->w_stride;
                 for (int r = 0; r < rows; r++) widen_row(w + r * BLOCK, from + r * m->w_stride, m->type, m->round, n);
                 for (int g = 0; g < groups; g++) {
                     const int t = T * g / groups, N = T * (g + 1) / groups - t;
                     const float *x = m->x + (size_t)(first + t) * m->x_stride + i;
+                    for (int r = PANEL * g / groups; r < PANEL * (g + 1) / groups; r++)
+                        for (int k = 0; k < bytes; k += 64) PREFETCH(soon + r * m->w_stride + k);
                     for (int r = 0, R; r < rows; r += R) {
-                        R = N == 1 ? (rows - r >= 4 ? 4 : 1) : rows - r >= ROWS ? ROWS : 1;
-                        tile_of(R, N, HOST_FLOATS, i == 0, lanes + g * LANES_OF_GROUP + r * TOKENS * 16, (const unsigned char *)(w + r * BLOCK), sizeof(float) * BLOCK, x,
-                                m->x_stride, n);
+                        const unsigned char *at = (const unsigned char *)(w + r * BLOCK);
+                        R = rows - r >= rows_of(N) ? rows_of(N) : 1;
+                        tile_of(R, N, HOST_FLOATS, i == 0, lanes + (t * PANEL + r * N) * 16, at, sizeof(float) * BLOCK, at + 512, x, m->x_stride, n);
                     }
                 }
             }
             for (int g = 0; g < groups; g++) {
                 const int t = T * g / groups, N = T * (g + 1) / groups - t;
-                for (int j = 0; j < N; j++) {
-                    float *y = m->y + (size_t)(first + t + j) * m->y_stride + o;
-                    finish(y, lanes + g * LANES_OF_GROUP + j * 16, rows);
-                    for (int r = 0; m->round && r < rows; r++) y[r] = round_one(y[r]);
-                }
+                for (int j = 0; j < N; j++)
+                    finish(m->y + (size_t)(first + t + j) * m->y_stride + o, lanes + (t * PANEL + j) * 16, N, rows, m->round);
             }
         }
     }
 }
 
-/* Rows begin .. end - 1 of a product, in panels of 16 rows. A panel meets a few tokens at a time, block by block of BLOCK elements: the tokens' block stays in
+/* Rows begin .. end - 1 of a product, in panels of rows. A panel meets a few tokens at a time, block by block of BLOCK elements: the tokens' block stays in
  * the nearest cache while the panel's rows pass by, the panel stays in the next one until all tokens have met it, and memory is read once. */
 static TARGET void product_rows(const product *m, int begin, int end) {
     enum { BLOCK = 1024 };
-    if (m->widen) {
 #if LANES > 1
-        if (m->T == 1 && m->type > G4_TYPE_BF16 && !m->round) {
-            quantised_rows(m, begin, end);
-            return;
-        }
+    if (m->widen && m->T == 1 && m->type > G4_TYPE_BF16 && !m->round) {
+        quantised_rows(m, begin, end);
+        return;
+    }
 #endif
+    if (m->widen) {
         product_widened(m, begin, end);
         return;
     }
     float lanes[16 * TOKENS * 16];
-    const int groups = (m->T + TOKENS - 1) / TOKENS, kind = m->type == G4_TYPE_F32 ? HOST_FLOATS : LITTLE_BF16;
+    const int groups = groups_of(m->T), kind = m->type == G4_TYPE_F32 ? HOST_FLOATS : LITTLE_BF16;
     const size_t size = (size_t)g4_types[m->type].bytes;
-    const int block = groups > 1 ? BLOCK : MAX(m->n, 1);
-    for (int o = begin; o < end; o += 16) {
-        const int rows = MIN(16, end - o);
+    const int block = groups > 1 ? BLOCK : MAX(m->n, 1), panel = groups == 1 && rows_of(m->T) == 3 ? 12 : 16;
+    for (int o = begin; o < end; o += panel) {
+        const int rows = MIN(panel, end - o);
         for (int g = 0; g < groups; g++) {
             const int t = (int)((int64_t)m->T * g / groups), N = (int)((int64_t)m->T * (g + 1) / groups) - t;
             for (int i = 0; i < m->n; i += block) {
                 const int n = MIN(block, m->n - i);
                 const float *x = m->x + (size_t)t * m->x_stride + i;
                 for (int r = 0, R; r < rows; r += R) {
-                    R = N == 1 ? (m->n > 4096 && rows - r >= 4 ? 4 : 1) : rows - r >= ROWS ? ROWS : 1;
-                    tile_of(R, N, kind, i == 0, lanes + r * TOKENS * 16, m->w + (size_t)(o + r) * m->w_stride + (size_t)i * size, m->w_stride, x, m->x_stride, n);
+                    R = rows - r >= rows_of(N) && (N > 1 || m->n > 4096) ? rows_of(N) : 1;
+                    const unsigned char *at = m->w + (size_t)(o + r) * m->w_stride + (size_t)i * size, *soon = at + R * m->w_stride;
+                    if (groups > 1) soon = at + 512;
+                    tile_of(R, N, kind, i == 0, lanes + r * N * 16, at, m->w_stride, soon, x, m->x_stride, n);
                 }
             }
-            for (int j = 0; j < N; j++) {
-                float *y = m->y + (size_t)(t + j) * m->y_stride + o;
-                finish(y, lanes + j * 16, rows);
-                for (int r = 0; m->round && r < rows; r++) y[r] = round_one(y[r]);
-            }
+            for (int j = 0; j < N; j++) finish(m->y + (size_t)(t + j) * m->y_stride + o, lanes + j * 16, N, rows, m->round);
         }
     }
 }
