@@ -241,7 +241,7 @@ static const option options[] = {
     {"-e", "--escape", NULL, FLAG, AT(escape), 0, 0, FORWARD | TOKENIZE | CHAT,
      "in -p and --stop, \\n \\t \\r \\\\ and \\xHH mean what they mean in C; without -e a backslash is one"},
     {NULL, "--ids", "A,B,...", TEXT, AT(ids), 0, 0, FORWARD, "token ids instead of text, used as given: no BOS is added, no tokenizer needed"},
-    {"-n", "--n-predict", "N", INTEGER, AT(n), 0, INT_MAX, SAMPLED, "new tokens at most (128)"},
+    {"-n", "--n-predict", "N", INTEGER, AT(n), 0, INT_MAX, SAMPLED, "new tokens at most (128; chat: as many as the context has room for)"},
     {NULL, "--temp", "X", NUMBER, AT(temp), 0, 1e6, SAMPLED, "temperature; 0 picks the best token each time (generation_config.json)"},
     {NULL, "--top-k", "N", INTEGER, AT(top_k), 0, INT_MAX, SAMPLED, "only the N best tokens; 0: all (generation_config.json)"},
     {NULL, "--top-p", "X", NUMBER, AT(top_p), 0, 1, SAMPLED, "only the best that together reach probability X; 1: all (generation_config.json)"},
@@ -1408,13 +1408,20 @@ static int command_serve(const arguments *a) {
     g4_chat_family family;
     g4_error err;
     session s = open_conversation(a, a->parallel > 0 ? (int)a->parallel : 8, &family);
-    const char *slash = strrchr(s.path, '/'), *key = a->api_key ? a->api_key : getenv("GEMMA4_API_KEY");
-    serve_options o = {.model = s.model, .state = s.state, .tok = s.tokenizer, .family = family, .name = a->name ? a->name : slash && slash[1] ? slash + 1 : s.path,
+    const char *key = a->api_key ? a->api_key : getenv("GEMMA4_API_KEY");
+    size_t end = strlen(s.path), begin;
+    while (end > 1 && s.path[end - 1] == '/') end--; /* as shells complete it */
+    for (begin = end; begin > 0 && s.path[begin - 1] != '/'; begin--) {}
+    char *name = allocate(end - begin + 1, 1);
+    memcpy(name, s.path + begin, end - begin);
+    name[end - begin] = 0;
+    serve_options o = {.model = s.model, .state = s.state, .tok = s.tokenizer, .family = family, .name = a->name ? a->name : name,
                        .host = a->host ? a->host : "127.0.0.1", .port = a->port >= 0 ? (int)a->port : 8080, .api_key = key && *key ? key : NULL,
                        .queue = a->queue >= 0 ? (int)a->queue : 64, .max_body = a->max_body > 0 ? (size_t)a->max_body : 8 << 20,
                        .timeout = a->timeout > 0 ? (int)a->timeout : 60, .grace = a->grace >= 0 ? (int)a->grace : 30, .log = log_note, .listening = print_listening,
                        .speculate = a->speculate ? parse_speculate(a->speculate) : 0};
     if (serve(&o, &err)) fatal("%s", err.text);
+    free(name);
     close_session(&s);
     return 0;
 #else

@@ -25,6 +25,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
@@ -225,7 +226,7 @@ static int get_bool(body *b, const char *name, int *value) {
     return 0;
 }
 
-/* *text NULL if it is missing. NUL inside is refused where `plain`. */
+/* *text stays as it is if there is none. What is inside may hold NUL. */
 static int get_string(body *b, const char *name, const char **text, size_t *n) {
     uint32_t node = member(b, name);
     if (!node) return 0;
@@ -277,7 +278,7 @@ typedef struct choice {
     const char *finish_reason;
     string content, reasoning, calls, logprobs; /* calls, logprobs: items of a JSON array; streamed: since the last chunk */
     int n_calls, n_logprobs, n_reasoning_tokens;
-    size_t text_offset;    /* completions: bytes of text that the tokens before made */
+    size_t text_offset;    /* completions: characters of text that the tokens before made */
     string lp_tokens, lp_values, lp_tops, lp_offsets; /* completions: the four arrays of the older format */
     int n_prompt, n_cached, n_new;
 } choice;
@@ -378,6 +379,13 @@ static void token_bytes(const g4_tokenizer *tok, int32_t id, string *out) {
         if (n - i >= 3 && !memcmp(piece + i, "\xe2\x96\x81", 3)) put(out, " "), i += 2;
         else put_bytes(out, piece + i, 1);
     }
+}
+
+/* Of a character in several tokens the first counts it. */
+static size_t count_characters(const string *text) {
+    size_t n = 0;
+    for (size_t i = 0; i < text->n; i++) n += ((unsigned char)text->data[i] & 0xc0) != 0x80;
+    return n;
 }
 
 /* "token":..,"logprob":..,"bytes":[..] */
@@ -491,33 +499,29 @@ static void put_answer(job *j) {
     put(out, "}\n");
 }
 
-/* Content that no stop string can begin in any more goes on to the client. */
+/* A chat's content goes on to the client but for the end of it with which a stop string may begin. As in engine.c, of stop strings that overlap that counts which
+ * ends first, of those that end together the longest: so it does not matter in which pieces the text came. */
 static void add_content(choice *c, const char *text, size_t n) {
     const job *j = c->job;
     string *held = &c->stops.held;
+    size_t from = held->n, stop = 0, keep = 0;
     if (c->stops.hit) return;
-    if (!j->chat || !j->n_stops) {
-        put_bytes(&c->content, text, n);
-        return;
-    }
     put_bytes(held, text, n);
-    if (held->failed) {
-        c->content.failed = 1;
-        return;
-    }
-    size_t certain = 0;
-    for (; certain < held->n; certain++)
+    if (held->failed) return;
+    for (size_t end = from + 1; end <= held->n && !stop; end++) {
         for (int i = 0; i < j->n_stops; i++) {
-            size_t size = j->stop_sizes[i], here = held->n - certain < size ? held->n - certain : size;
-            if (memcmp(held->data + certain, j->stops[i], here)) continue;
-            if (here < size) goto found; /* it may become one */
-            c->stops.hit = 1;
-            goto found;
+            size_t size = j->stop_sizes[i];
+            if (size <= end && size > stop && !memcmp(held->data + end - size, j->stops[i], size)) stop = size;
         }
-found:
-    put_bytes(&c->content, held->data, certain);
-    memmove(held->data, held->data + certain, held->n - certain);
-    held->n -= certain;
+        if (stop) held->n = end - stop;
+    }
+    for (int i = 0; i < j->n_stops && !stop; i++)
+        for (size_t k = j->stop_sizes[i] - 1 < held->n ? j->stop_sizes[i] - 1 : held->n; k > keep; k--)
+            if (!memcmp(held->data + held->n - k, j->stops[i], k)) keep = k;
+    put_bytes(&c->content, held->data, held->n - keep);
+    if (keep) memmove(held->data, held->data + held->n - keep, keep);
+    held->n = keep;
+    c->stops.hit = stop > 0;
 }
 
 /* A part of a chat's answer. */
@@ -565,7 +569,7 @@ static void add_logprob(choice *c, const g4_event *e, string *scratch) {
     put(&c->lp_tokens, comma);
     put_json(&c->lp_tokens, scratch->data, scratch->n);
     putf(&c->lp_offsets, "%s%zu", comma, c->text_offset);
-    c->text_offset += scratch->n;
+    c->text_offset += count_characters(scratch);
     putf(&c->lp_values, "%s%.9g", comma, e->logprob > -9999.0 ? e->logprob : -9999.0);
     putf(&c->lp_tops, "%s{", comma);
     for (int i = 0; i < e->n_top; i++) {
@@ -855,7 +859,7 @@ static int make_choices(server *s, job *j, const g4_request *like, int n, failur
         c->r.logprobs = j->logprobs;
         g4_error err;
         if (j->chat && !(c->answer = g4_answer_open(s->o.tok, j->in_reasoning, on_part, c, &err))) return fail(f, 500, NULL, NULL, "%s", err.text);
-        if (j->echo) put_bytes(&c->content, p->echo.data, p->echo.n), c->text_offset = p->echo.n;
+        if (j->echo) put_bytes(&c->content, p->echo.data, p->echo.n), c->text_offset = count_characters(&p->echo);
     }
     return 0;
 }
@@ -883,7 +887,8 @@ static int rewrite(string *out, const g4_json *j, uint32_t node, int in_calls, i
         const char *key = object ? j->text + j->nodes[i].key : "";
         if (i != v->first) put(out, ",");
         if (object) put_json(out, key, j->nodes[i].key_size), put(out, ":");
-        failed = rewrite(out, j, i, in_calls || (object && !strcmp(key, "tool_calls")), in_calls && object && !strcmp(key, "arguments"), f);
+        int are_arguments = in_calls && object && !strcmp(key, "arguments"); /* what is inside them is the function's, whatever it is called */
+        failed = rewrite(out, j, i, !are_arguments && (in_calls || (object && !strcmp(key, "tool_calls"))), are_arguments, f);
     }
     put(out, object ? "}" : "]");
     return failed;
@@ -930,11 +935,14 @@ static int make_chat(server *s, body *b, job *j, failure *f) {
             return fail(f, 400, "unsupported_parameter", "modalities", "modalities: only [\"text\"] is built");
     }
     if (kwargs) {
-        uint32_t thinking = b->json.nodes[kwargs].kind == G4_JSON_OBJECT ? g4_json_get(&b->json, kwargs, "enable_thinking") : 0;
-        int kind = thinking ? b->json.nodes[thinking].kind : -1;
-        if (b->json.nodes[kwargs].kind != G4_JSON_OBJECT || (thinking && kind != G4_JSON_TRUE && kind != G4_JSON_FALSE))
-            return fail(f, 400, NULL, "chat_template_kwargs", "chat_template_kwargs: expected an object with enable_thinking, true or false");
-        if (thinking) settings.enable_thinking = kind == G4_JSON_TRUE;
+        if (b->json.nodes[kwargs].kind != G4_JSON_OBJECT) return fail(f, 400, NULL, "chat_template_kwargs", "chat_template_kwargs: expected an object, found %s", kind_name(&b->json, kwargs));
+        for (uint32_t i = b->json.nodes[kwargs].first; i; i = b->json.nodes[i].next) {
+            const char *key = b->json.text + b->json.nodes[i].key;
+            int kind = b->json.nodes[i].kind, *setting = !strcmp(key, "enable_thinking") ? &settings.enable_thinking : !strcmp(key, "preserve_thinking") ? &settings.preserve_thinking : NULL;
+            if (!setting) log_line(s, "warning: chat_template_kwargs: \"%.80s\" is not known here and has no effect", key);
+            else if (kind != G4_JSON_TRUE && kind != G4_JSON_FALSE) return fail(f, 400, NULL, "chat_template_kwargs", "chat_template_kwargs: %s: expected true or false, found %s", key, kind_name(&b->json, i));
+            else *setting = kind == G4_JSON_TRUE;
+        }
     }
     if (effort && settings.enable_thinking < 0) settings.enable_thinking = strcmp(effort, "none") != 0;
     member(b, "tools"); /* the template reads it */
@@ -993,6 +1001,14 @@ static int read_ids(server *s, body *b, const char *param, uint32_t array, promp
     return 0;
 }
 
+/* The bytes of a list of ids may be asked for only where each has some. */
+static int check_pieces(server *s, failure *f, const char *param, const prompt *p) {
+    size_t n;
+    for (size_t i = 0; i < p->n; i++)
+        if (!g4_token_piece(s->o.tok, p->ids[i], &n)) return fail(f, 400, NULL, param, "%s: item %zu: the tokenizer has no token %d", param, i + 1, (int)p->ids[i]);
+    return 0;
+}
+
 static int add_prompt(server *s, body *b, job *j, uint32_t node) {
     prompt *p = &j->prompts[j->prompts_n++];
     if (b->json.nodes[node].kind == G4_JSON_STRING) {
@@ -1038,12 +1054,14 @@ static int make_completion(server *s, body *b, job *j, failure *f) {
 static int submit(server *s, job *j, failure *f) {
     int failed = 0;
     pthread_mutex_lock(&s->mutex);
-    int seats = g4_state_get_options(s->o.state)->n_seqs;
+    int most = g4_state_get_options(s->o.state)->n_seqs + s->o.queue;
     if (s->stopping) {
         failed = fail(f, 503, NULL, NULL, "the server is shutting down");
-    } else if (s->in_flight + j->n_choices > seats + s->o.queue) {
+    } else if (j->n_choices > most) { /* trying again would not help */
+        failed = fail(f, 400, NULL, j->prompts_n > 1 ? "prompt" : "n", "%d answers are asked for, and this server takes at most %d at a time", j->n_choices, most);
+    } else if (s->in_flight + j->n_choices > most) {
         s->refused++;
-        failed = fail(f, 429, "queue_full", NULL, "%d answers are being computed or wait, and at most %d may; try again later", s->in_flight, seats + s->o.queue);
+        failed = fail(f, 429, "queue_full", NULL, "%d answers are being computed or wait, and at most %d may; try again later", s->in_flight, most);
     } else {
         snprintf(j->id, sizeof j->id, "%s-%llx%06llx", j->chat ? "chatcmpl" : "cmpl", (unsigned long long)s->started, (unsigned long long)s->next_id++);
         s->in_flight += j->n_choices;
@@ -1088,7 +1106,7 @@ static int detokenize(server *s, body *b, string *out, failure *f) {
     string text = {0};
     g4_error err;
     if (!node || b->json.nodes[node].kind != G4_JSON_ARRAY) return fail(f, 400, NULL, "tokens", "tokens: expected an array of token ids");
-    int failed = read_ids(s, b, "tokens", node, &p);
+    int failed = read_ids(s, b, "tokens", node, &p) || check_pieces(s, f, "tokens", &p) ? -1 : 0;
     g4_decoder *d = failed ? NULL : g4_decoder_open(s->o.tok, 0, &err);
     if (!failed && !d) failed = fail(f, 500, NULL, NULL, "%s", err.text);
     for (size_t i = 0; !failed && i <= p.n; i++) {
@@ -1151,8 +1169,9 @@ typedef struct exchange {
     struct MHD_Connection *connection;
     int endpoint;
     string body;
-    int too_large;
+    size_t received;             /* bytes of the body; of one that is too large none are kept */
     job *job;
+    struct timespec look;        /* when to look next whether the client is still there */
 } exchange;
 
 static int send_text(exchange *x, int status, const char *type, const char *data, size_t n, enum MHD_ResponseMemoryMode mode, const char *header, const char *value) {
@@ -1204,11 +1223,11 @@ static int wait_for_job(exchange *x) {
     job *j = x->job;
     MHD_set_connection_option(x->connection, MHD_CONNECTION_OPTION_TIMEOUT, 0u);
     while (!j->finished && !j->gone && (!j->stream || j->sent == j->out.n)) {
-        struct timespec until;
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        until.tv_nsec += LOOK_MS * 1000000L;
-        if (until.tv_nsec >= 1000000000L) until.tv_sec++, until.tv_nsec -= 1000000000L;
-        if (pthread_cond_timedwait(&j->changed, &x->s->mutex, &until) == ETIMEDOUT && client_left(x->connection)) {
+        if (pthread_cond_timedwait(&j->changed, &x->s->mutex, &x->look) != ETIMEDOUT) continue; /* and tokens must not put off the next look */
+        clock_gettime(CLOCK_MONOTONIC, &x->look);
+        x->look.tv_nsec += LOOK_MS * 1000000L;
+        if (x->look.tv_nsec >= 1000000000L) x->look.tv_sec++, x->look.tv_nsec -= 1000000000L;
+        if (client_left(x->connection)) {
             j->gone = 1;
             x->s->gone++;
             x->s->cancelling = 1;
@@ -1290,10 +1309,10 @@ static int check_head(exchange *x, const char *url, const char *method, failure 
     if (x->endpoint == ENDPOINT_OTHER) return fail(f, 404, NULL, NULL, "there is no %.200s here", url);
     if (post ? strcmp(method, "POST") != 0 : strcmp(method, "GET") && strcmp(method, "HEAD"))
         return fail(f, 405, NULL, NULL, "%.200s: expected the method %s, found %.20s", url, post ? "POST" : "GET", method);
-    if (s->o.api_key && x->endpoint != ENDPOINT_PAGE && x->endpoint != ENDPOINT_HEALTH && !(key && !strncmp(key, "Bearer ", 7) && same_key(key + 7, s->o.api_key)))
+    if (s->o.api_key && x->endpoint != ENDPOINT_PAGE && x->endpoint != ENDPOINT_HEALTH && !(key && !strncasecmp(key, "Bearer ", 7) && same_key(key + 7, s->o.api_key)))
         return fail(f, 401, "invalid_api_key", NULL, "expected the header Authorization: Bearer and this server's API key");
     /* a page of another origin can send any other type without asking the browser's leave */
-    if (post && (!type || strncmp(type, "application/json", 16) || (type[16] && type[16] != ';' && type[16] != ' ')))
+    if (post && (!type || strncasecmp(type, "application/json", 16) || !strchr("; \t", type[16])))
         return fail(f, 415, NULL, NULL, "expected Content-Type: application/json, found %.80s", type ? type : "none");
     if (post && length && (strlen(length) > 18 || strtoull(length, NULL, 10) > s->o.max_body))
         return fail(f, 413, NULL, NULL, "the request has %.20s bytes; at most %zu are taken", length, s->o.max_body);
@@ -1339,7 +1358,7 @@ static int answer_post(exchange *x) {
     body b;
     string out = {0};
     job *j = NULL;
-    if (x->too_large) {
+    if (x->received > s->o.max_body) {
         fail(&f, 413, NULL, NULL, "the request has more than the %zu bytes that are taken", s->o.max_body);
         return send_failure(x, &f);
     }
@@ -1380,11 +1399,13 @@ static enum MHD_Result on_request(void *user, struct MHD_Connection *connection,
         return check_head(x, url, method, &f) ? send_failure(x, &f) : MHD_YES;
     }
     if (*n) {
-        if (x->body.n + *n <= x->s->o.max_body) put_bytes(&x->body, data, *n);
-        else if (x->too_large) return MHD_NO; /* without a length in the head it could go on for ever */
-        else if (x->body.n) x->too_large = 1, free_string(&x->body);
+        const size_t max = x->s->o.max_body;
+        x->received += *n;
+        if (x->received <= max) put_bytes(&x->body, data, *n);
+        else free_string(&x->body);
         *n = 0;
-        return x->body.failed ? MHD_NO : MHD_YES;
+        /* a body whose length the head does not say may go on for ever: it is read a little further, so that its client gets to the answer, and no more */
+        return x->body.failed || x->received / 2 > max ? MHD_NO : MHD_YES;
     }
     return x->endpoint <= ENDPOINT_DETOKENIZE ? answer_post(x) : answer_get(x, url);
 }

@@ -17,7 +17,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import struct
 import sys
+import tempfile
 import threading
 import time
 
@@ -33,6 +35,7 @@ print("seed %d" % seed)
 
 passed = failed = skipped = 0
 CTX = 256
+AUSTEN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "models", "austen")
 
 
 def check(condition, text):
@@ -45,9 +48,10 @@ def check(condition, text):
 
 
 class Server:
-    def __init__(self, *more, env=None):
-        self.process = subprocess.Popen([options.program, "serve", "--port", "0", "--threads", "2", *more], stderr=subprocess.PIPE, text=True,
-                                        env={**os.environ, "OMP_WAIT_POLICY": "passive", **(env or {})})
+    def __init__(self, *more, env=None, model=AUSTEN):
+        # a sanitizer keeps what was freed for a while; that little of it, so that it does not look like a leak
+        self.process = subprocess.Popen([options.program, "serve", model, "--port", "0", "--threads", "2", *more], stderr=subprocess.PIPE, text=True,
+                                        env={**os.environ, "OMP_WAIT_POLICY": "passive", "ASAN_OPTIONS": "quarantine_size_mb=1:thread_local_quarantine_size_kb=64", **(env or {})})
         self.lines = []
         self.port = None
         for line in self.process.stderr:
@@ -106,6 +110,14 @@ def events(data):
     return [json.loads(line[6:]) for line in data.decode().split("\n\n") if line.startswith("data: {")]
 
 
+def before_stop(text, stops):
+    """The text before the stop string that ends first, the longest of those that end there; None: there is none."""
+    for end in range(1, len(text) + 1):
+        found = [s for s in stops if text[:end].endswith(s)]
+        if found:
+            return text[:end - max(map(len, found))]
+
+
 def error_of(answer):
     return answer.get("error", {})
 
@@ -139,7 +151,7 @@ def test_parameters(s):
              "logit_bias": [[], {"x": 1}, {"-1": 1}, {"5": 101}, {"5": "x"}, {"99999999": 1}, {"99999999999999999999999": 1}], "stream": ["yes", 1], "logprobs": [2, "x"],
              "top_logprobs": [21, -1, 5], "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}, "text", {}], "tool_choice": ["required", {"type": "function"}],
              "parallel_tool_calls": [False], "messages": [[], {}, "x", [5], [{"role": "nobody", "content": "x"}][:0]], "modalities": [["audio"], []],
-             "stream_options": [{"include_usage": True}], "functions": [[{}]], "chat_template_kwargs": [[], {"enable_thinking": 1}], "reasoning_effort": [5]}
+             "stream_options": [{"include_usage": True}], "functions": [[{}]], "chat_template_kwargs": [[], {"enable_thinking": 1}, {"preserve_thinking": "yes"}], "reasoning_effort": [5]}
     for name, values in wrong.items():
         for value in values:
             status, answer = s.post("/v1/chat/completions", json.dumps({**chat, name: value}).replace("Infinity", "1e999"))
@@ -148,10 +160,17 @@ def test_parameters(s):
     status, answer = s.post("/v1/chat/completions", {**chat, "model": "gpt-4"})
     check(status == 404 and error_of(answer)["code"] == "model_not_found", "another model: %s" % answer)
     for name, value in [("temperature", None), ("stop", None), ("response_format", {"type": "text"}), ("user", "me"), ("store", False), ("model", "austen"), ("logit_bias", {}), ("never_heard_of", 1),
-                        ("temperature", 0), ("temperature", 1e-7), ("temperature", -0.0), ("temperature", 1e-45), ("seed", -1), ("seed", 0), ("reasoning_effort", "none"), ("tools", [])]:
+                        ("temperature", 0), ("temperature", 1e-7), ("temperature", -0.0), ("temperature", 1e-45), ("seed", -1), ("seed", 0), ("reasoning_effort", "none"), ("tools", []), ("chat_template_kwargs", {"enable_thinking": False, "preserve_thinking": True, "nor_of_this": 1})]:
         status, answer = s.post("/v1/chat/completions", {**chat, name: value})
         check(status == 200, "%s %r: %d %s" % (name, value, status, answer))
-    check(any("never_heard_of" in line for line in s.lines), "an unknown parameter is warned of")
+    check(any("never_heard_of" in line for line in s.lines) and any("nor_of_this" in line for line in s.lines), "an unknown parameter is warned of")
+    # what a function's own arguments are called is nobody's business: only tool_calls[].function.arguments is JSON in a string
+    for arguments, expected in [({"arguments": "not JSON"}, 200), ("{\"arguments\": \"not JSON\"}", 200), ("not JSON", 400), ("[1]", 400)]:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        status, answer = s.post("/v1/chat/completions", {**chat, "messages": [*chat["messages"], {"role": "assistant", "content": "", "tool_calls": [call]}]})
+        check(status == expected, "arguments %r: %d %s" % (arguments, status, answer))
+    for kind, expected in [("application/json", 200), ("Application/JSON; charset=utf-8", 200), ("application/jsonl", 415), ("application/json\t;x", 200)]:
+        check(s.request("POST", "/tokenize", b"{\"content\":\"a\"}", {"Content-Type": kind})[0] == expected, "Content-Type: %s: not %d" % (kind, expected))
     for wrong in [{"prompt": 5}, {}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [99999999]}, {"prompt": ["a", 5]}, {"prompt": ["a"] * 17}, {"prompt": [-1]}, {"prompt": "a", "suffix": "b"},
                   {"prompt": "a", "best_of": 3}, {"prompt": "a", "echo": True, "logprobs": 1}, {"prompt": "a", "response_format": {"type": "json_object"}}]:
         status, answer = s.post("/v1/completions", wrong)
@@ -212,6 +231,19 @@ def test_answers(s):
         check(answer["message"]["content"] == whole[:whole.index(stop)] and answer["finish_reason"] == "stop", "chat stop %r: %s" % (stop, answer))
         deltas = [e["choices"][0]["delta"].get("content", "") for e in events(s.request("POST", "/v1/chat/completions", {**chat, "stop": stop, "stream": True})[2])]
         check("".join(deltas) == whole[:whole.index(stop)], "chat stop %r, streamed" % stop)
+    # one stop string inside the beginning of another, which the text does or does not go on with
+    for i in range(20):
+        begin = len(whole) - 20 if i < 2 else rng.randrange(0, len(whole) - 20)
+        stops = [whole[begin:begin + 20 if i < 2 else begin + rng.randrange(4, 16)] + rng.choice(["", "zz"]) * (i > 1) + "zz" * (i < 2), whole[begin + 1:begin + 19 if i < 2 else begin + 3]]
+        expected = before_stop(whole, stops)
+        answer = s.post("/v1/chat/completions", {**chat, "stop": rng.sample(stops, 2)})[1]["choices"][0]
+        check(answer["message"]["content"] == expected and answer["finish_reason"] == "stop", "chat stops %r: %s" % (stops, answer))
+        text = s.post("/v1/completions", {"prompt": "It is a truth", "max_tokens": 60, "seed": 3, "ignore_eos": True, "stop": stops})[1]["choices"][0]["text"]
+        check(text == (base if before_stop(base, stops) is None else before_stop(base, stops)), "stops %r: %r" % (stops, text))
+    # text_offset counts characters
+    pound = s.post("/tokenize", {"content": "\u00a3"})[1]["tokens"]
+    answer = s.post("/v1/completions", {"prompt": "It is", "max_tokens": 4, "temperature": 0, "logprobs": 0, "logit_bias": {str(pound[0]): 100}})[1]["choices"][0]
+    check(len(pound) == 1 and answer["text"] == 4 * "\u00a3" and answer["logprobs"]["text_offset"] == [0, 1, 2, 3], "text_offset: %s" % answer)
     a, b = (s.post("/v1/chat/completions", chat)[1]["choices"][0]["message"]["content"] for _ in range(2))
     check(a == b == whole, "one seed, one text")
     check(s.post("/v1/chat/completions", {**chat, "seed": 4})[1]["choices"][0]["message"]["content"] != whole, "another seed, another text")
@@ -397,10 +429,10 @@ def test_endurance(s):
 
 
 def test_queue():
-    s = Server("--ctx", "2048", "--parallel", "1", "--queue", "2")
+    s = Server("--ctx", "2048", "--parallel", "1", "--queue", "2", "--grace", "300")
     long = {"prompt": [2, 5], "max_tokens": 2000, "ignore_eos": True}
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(s.request, "POST", "/v1/completions", {**long, "max_tokens": 1000}) for _ in range(3)]
+        running = [pool.submit(s.request, "POST", "/v1/completions", {**long, "max_tokens": 1000}, timeout=300) for _ in range(3)]
         end = time.time() + 5
         while s.metric("answers_in_flight") < 3 and time.time() < end:
             time.sleep(0.01)
@@ -409,7 +441,7 @@ def test_queue():
         s.process.send_signal(signal.SIGTERM)
         statuses = [f.result()[0] for f in running]
         check(statuses == [200, 200, 200], "answers in progress are finished after SIGTERM: %s" % statuses)
-    check(s.process.wait(20) == 0, "status after SIGTERM")
+        check(s.process.wait(20) == 0, "status after SIGTERM")
     s = Server("--ctx", "4096", "--parallel", "1", "--grace", "0")
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         running = pool.submit(s.request, "POST", "/v1/completions", {"prompt": [2, 5], "max_tokens": 4000, "ignore_eos": True})
@@ -418,10 +450,85 @@ def test_queue():
         check(running.result()[0] in (200, 503), "its client is told")
 
 
+def test_long_answer_left():
+    """A client that does not stream and goes while tokens come fast: the answer is not computed to its end."""
+    s = Server("--ctx", "4096", "--parallel", "1")
+    body = json.dumps({"prompt": [2, 5], "max_tokens": 4000, "ignore_eos": True}).encode()
+    c = socket.create_connection(("127.0.0.1", s.port))
+    c.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    end = time.time() + 10
+    while s.metric("new_tokens_total") < 5 and time.time() < end:
+        time.sleep(0.01)
+    c.close()
+    check(s.idle(60) and s.metric("new_tokens_total") < 3900 and s.metric("clients_gone_total") == 1, "%d tokens for a client that left" % s.metric("new_tokens_total"))
+    s.stop()
+
+
+def test_small():
+    """A server that takes little: bodies of 1024 bytes, one answer at a time and none that waits."""
+    s = Server("--max-body", "1024", "--parallel", "1", "--queue", "0", model=AUSTEN + "/")
+    check([m["id"] for m in json.loads(s.request("GET", "/v1/models")[2])["data"]] == ["austen"], "the name of a model that was given with a slash behind it")
+    for body in [{"prompt": "a", "n": 2}, {"prompt": ["a", "b"]}]:
+        status, answer = s.post("/v1/completions", body)
+        check(status == 400 and "at most 1" in error_of(answer)["message"], "more answers than ever fit: %d %s" % (status, answer))
+    small = b"{\"prompt\":\"a\",\"max_tokens\":1}"
+    for first, expected in [(b" " * 100, b"200"), (b" " * 2000, b"413"), (b"x" * 1024, b"413")]:
+        c = socket.create_connection(("127.0.0.1", s.port), timeout=10)
+        c.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
+        for part in (first, small, b""):
+            c.sendall(b"%x\r\n%s\r\n" % (len(part), part))
+        check(c.recv(65536)[9:12] == expected, "a body in parts, the first of %d bytes: not %s" % (len(first), expected))
+        c.close()
+    check(s.stop() == 0, "status")
+
+
+def test_less_than_the_vocabulary():
+    """A model whose per-layer embeddings have fewer rows than the vocabulary, and whose tokenizer lacks the last token: an id that one part has not is the client's fault."""
+    with tempfile.TemporaryDirectory() as folder:
+        config, tokenizer = (json.load(open(os.path.join(AUSTEN, name))) for name in ("config.json", "tokenizer.json"))
+        V = config["vocab_size"]
+        config["vocab_size_per_layer_input"] = V - 8
+        vocabulary = tokenizer["model"]["vocab"]
+        last = next(piece for piece, id in vocabulary.items() if id == V - 1)
+        del vocabulary[last]
+        tokenizer["model"]["merges"] = [m for m in tokenizer["model"]["merges"] if last not in ("".join(m), *m)]
+        data = open(os.path.join(AUSTEN, "model.safetensors"), "rb").read()
+        size = struct.unpack("<Q", data[:8])[0]
+        header = json.loads(data[8:8 + size])
+        tensors, at = [], 0
+        for name, t in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = t["data_offsets"]
+            part = data[8 + size + begin:8 + size + end]
+            if name.endswith("embed_tokens_per_layer.weight"):
+                part = part[:len(part) // V * (V - 8)]
+                t["shape"][0] = V - 8
+            t["data_offsets"] = [at, at + len(part)]
+            at += len(part)
+            tensors.append(part)
+        head = json.dumps(header).encode()
+        head += b" " * (-len(head) % 8)
+        with open(os.path.join(folder, "model.safetensors"), "wb") as f:
+            f.write(struct.pack("<Q", len(head)) + head + b"".join(tensors))
+        for name, value in [("config.json", config), ("tokenizer.json", tokenizer)]:
+            json.dump(value, open(os.path.join(folder, name), "w"))
+        s = Server("--ctx", "64", "--name", "less", model=folder)
+        status, answer = s.post("/detokenize", {"tokens": [5, V - 1]})
+        check(status == 400 and error_of(answer)["param"] == "tokens" and "item 2" in error_of(answer)["message"], "detokenize: %d %s" % (status, answer))
+        for n, prompts in [(1, [[2, 5], [2, V - 8], [2, 6]]), (3, [[2, V - 8]]), (1, [[2, V - 8], [2, 5]])]:
+            status, answer = s.post("/v1/completions", {"prompt": prompts, "n": n, "max_tokens": 60, "ignore_eos": True})
+            check(status == 400 and "outside the vocabulary" in error_of(answer)["message"], "one of several prompts is refused: %d %s" % (status, answer))
+            data = s.request("POST", "/v1/completions", {"prompt": prompts, "n": n, "max_tokens": 60, "ignore_eos": True, "stream": True})[2]
+            check(data.count(b"\"error\"") == 1 and data.endswith(b"}}\n\n"), "one of several prompts is refused, streamed: %r" % data[-200:])
+        check(s.idle() and s.post("/v1/completions", {"prompt": [2, 5], "max_tokens": 2})[0] == 200, "the server goes on")
+        check(s.stop() == 0, "status")
+
+
 def test_key():
     s = Server("--api-key", "secret")
     body = {"prompt": "a", "max_tokens": 1}
-    for key, expected in [(None, 401), ("Bearer wrong", 401), ("secret", 401), ("Bearer secret2", 401), ("Bearer secre", 401), ("Bearer ", 401), ("Bearer secret", 200)]:
+    for key, expected in [(None, 401), ("Bearer wrong", 401), ("secret", 401), ("Bearer secret2", 401), ("Bearer secre", 401), ("Bearer ", 401), ("Bearer secret", 200), ("bearer secret", 200)]:
         status = s.request("POST", "/v1/completions", body, {"Authorization": key} if key else None)[0]
         check(status == expected, "key %r: %d" % (key, status))
     check(s.request("GET", "/v1/models")[0] == 401 and s.request("GET", "/health")[0] == 200, "what needs the key")
@@ -521,7 +628,7 @@ def main():
             break
     else:
         check(s.stop() == 0, "status after SIGTERM")
-    for test in [test_queue, test_key, test_beginning, test_page]:
+    for test in [test_queue, test_long_answer_left, test_small, test_less_than_the_vocabulary, test_key, test_beginning, test_page]:
         try:
             test()
         except Exception as e:
