@@ -42,13 +42,29 @@ typedef struct terminal {
     uint64_t answers;
 } terminal;
 
-/* Ctrl-C: set by the handler, looked at between two tokens. */
+/* Ctrl-C: set by the handler, looked at between two tokens and where a line could not be read. */
 static volatile sig_atomic_t interrupted;
 
+#ifdef _WIN32
 static void on_interrupt(int number) {
-    signal(number, on_interrupt); /* some systems forget it */
+    signal(number, on_interrupt); /* it is forgotten each time */
     interrupted = 1;
 }
+
+static void catch_interrupts(int on) { signal(SIGINT, on ? on_interrupt : SIG_DFL); }
+#else
+static void on_interrupt(int number) {
+    (void)number;
+    interrupted = 1;
+}
+
+/* Without SA_RESTART: a line that is being typed ends with EINTR, on all systems alike. */
+static void catch_interrupts(int on) {
+    struct sigaction how = {.sa_handler = on ? on_interrupt : SIG_DFL};
+    sigemptyset(&how.sa_mask);
+    sigaction(SIGINT, &how, NULL);
+}
+#endif
 
 static void put(terminal *t, string *s, const char *data, size_t n) {
     if (s->room - s->n <= n) {
@@ -209,32 +225,42 @@ static int answer(terminal *t, g4_error *err) {
 
 /* ---- What is typed --------------------------------------------------------------------------------------------------------- */
 
-/* One line into t->line, without its end. 0: stdin has ended, or Ctrl-C on an empty line. */
+enum { INTERRUPTED = -1 }; /* Ctrl-C while something was typed, which is dropped */
+
+/* One line is added to t->line, without its end. 0: stdin has ended. */
 static int read_line(terminal *t) {
     int c, any = 0;
+    interrupted = 0;
     while ((c = getchar()) != EOF) {
         char byte = (char)c;
         any = 1;
         if (c == '\n') break;
         put(t, &t->line, &byte, 1);
     }
+    if (c == EOF && interrupted && ferror(stdin)) {
+        clearerr(stdin);
+        if (!t->o->quiet) fputs("\n[/quit or Ctrl-D ends]\n", stderr);
+        return INTERRUPTED;
+    }
     if (t->line.n && t->line.data[t->line.n - 1] == '\r') t->line.data[--t->line.n] = 0;
     return any && !t->failed;
 }
 
-/* A message: a line; lines that end in a backslash go on; between two lines of """ anything goes. */
+/* A message: a line; lines that end in a backslash go on; between two lines of """ anything goes. 0: stdin has ended. */
 static int read_message(terminal *t) {
     static const char fence[] = "\"\"\"";
     t->line.n = 0;
     put(t, &t->line, "", 0);
     if (t->in_tty && !t->o->quiet) fputs("> ", stderr);
-    if (!read_line(t)) return 0;
+    int more = read_line(t);
+    if (more <= 0) return more;
     if (!strcmp(t->line.data, fence)) {
         size_t begin = t->line.n = 0;
         t->line.data[0] = 0;
         for (;;) {
             if (t->in_tty && !t->o->quiet) fputs(". ", stderr);
-            int more = read_line(t);
+            more = read_line(t);
+            if (more < 0) return more;
             if (!more || !strcmp(t->line.data + begin, fence)) break;
             put_text(t, &t->line, "\n");
             begin = t->line.n;
@@ -246,7 +272,9 @@ static int read_message(terminal *t) {
     while (t->line.n && t->line.data[t->line.n - 1] == '\\') {
         t->line.data[t->line.n - 1] = '\n';
         if (t->in_tty && !t->o->quiet) fputs(". ", stderr);
-        if (!read_line(t)) break;
+        more = read_line(t);
+        if (more < 0) return more;
+        if (!more) break;
     }
     return 1;
 }
@@ -255,8 +283,9 @@ static void save(terminal *t, const char *path) {
     string request = {0};
     make_request(t, &request, 0);
     put_text(t, &request, "\n");
-    FILE *f = *path ? fopen(path, "wbx") : NULL;
-    if (!*path) fprintf(stderr, "/save FILE: expected the name of a file that is not there yet\n");
+    FILE *f = *path && !t->failed ? fopen(path, "wbx") : NULL;
+    if (t->failed) fprintf(stderr, "%s: out of memory\n", path);
+    else if (!*path) fprintf(stderr, "/save FILE: expected the name of a file that is not there yet\n");
     else if (!f) fprintf(stderr, "%s: cannot be created: %s\n", path, strerror(errno));
     else if ((fwrite(request.data, 1, request.n, f) != request.n) | fclose(f)) fprintf(stderr, "%s: cannot be written: %s\n", path, strerror(errno));
     else fprintf(stderr, "[saved: `gemma4 template < %s` renders it]\n", path);
@@ -280,7 +309,7 @@ static int command(terminal *t) {
               "/reset         begins a new conversation\n"
               "/save FILE     writes the conversation as JSON\n"
               "/quit          ends, as the end of the input does\n"
-              "A line that ends in \\ goes on in the next; lines between two lines of \"\"\" are one message. Ctrl-C stops an answer.\n"
+              "A line that ends in \\ goes on in the next; lines between two lines of \"\"\" are one message. Ctrl-C stops an answer, or drops what was typed.\n"
               "To say something that begins with /, begin it with a blank.\n",
               stderr);
     } else if (IS("/system")) {
@@ -301,15 +330,16 @@ int terminal_chat(const terminal_options *o, g4_error *err) {
     terminal t = {.o = o, .in_tty = isatty(fileno(stdin)), .out_tty = isatty(fileno(stdout))};
     t.engine = g4_engine_open(o->state, o->tok, &(g4_engine_options){.speculate = o->speculate}, err);
     if (!t.engine) return -1;
-    void (*before)(int) = signal(SIGINT, on_interrupt);
-    int failed = 0;
+    int failed = 0, catching = t.in_tty || o->prompt; /* who sends a file in can stop the whole with Ctrl-C, and not only answer by answer */
+    if (catching) catch_interrupts(1);
     if (o->system) set_system(&t, o->system);
     if (o->prompt) {
         add_message(&t, "user", o->prompt, o->n_prompt);
         failed = answer(&t, err);
     } else {
         if (t.in_tty && !o->quiet) fputs("/help lists the commands.\n", stderr);
-        while (!t.failed && read_message(&t)) {
+        for (int read; !t.failed && (read = read_message(&t)) != 0;) {
+            if (read == INTERRUPTED) continue;
             int was = command(&t);
             if (was < 0) break;
             if (was || !t.line.n) continue;
@@ -326,7 +356,7 @@ int terminal_chat(const terminal_options *o, g4_error *err) {
         if (t.failed && !failed) failed = g4_fail(err, "out of memory");
         if (t.in_tty && !o->quiet) fputs("\n", stderr);
     }
-    if (before != SIG_ERR) signal(SIGINT, before);
+    if (catching) catch_interrupts(0);
     g4_engine_close(t.engine);
     free(t.system.data), free(t.messages.data), free(t.line.data), free(t.content.data);
     return failed;

@@ -74,6 +74,9 @@ else
     skipped=$((skipped + 1))
 fi
 
+"$PYTHON" test/terminal.py --program build/san/gemma4 > "$log" 2>&1
+count $? terminal
+
 build/venv/bin/python test/server.py --program build/san/gemma4 ${CI:+--seed 3} > "$log" 2>&1
 count $? server
 
