@@ -89,7 +89,7 @@ static void put_number(bytes *b, int type, double x) {
     uint64_t bits64;
     memcpy(&bits32, &f, 4);
     memcpy(&bits64, &x, 8);
-    put_int(b, type == F32 ? bits32 : type == F64 ? bits64 : (uint64_t)(int64_t)x, value_bytes[type]);
+    put_int(b, type == F32 ? bits32 : type == F64 ? bits64 : x < 0 ? (uint64_t)(int64_t)x : (uint64_t)x, value_bytes[type]);
 }
 
 enum { MAX_KEYS = 80, MAX_ITEMS = 500 };
@@ -150,7 +150,7 @@ static void set_text(sheet *s, const char *name, const char *text) {
     put_text(b, text, strlen(text));
 }
 
-static bytes *set_array(sheet *s, const char *name, int type, size_t n) {
+static bytes *set_array(sheet *s, const char *name, int type, uint64_t n) {
     bytes *b = set_key(s, name);
     put_int(b, ARRAY, 4);
     put_int(b, (uint64_t)type, 4);
