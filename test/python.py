@@ -811,6 +811,12 @@ with gemma4.Model(sys.argv[1]) as model, gemma4.State(model) as state:
 
     source = os.path.join(ROOT, "python")
     before = set(os.listdir(source))
+    if os.path.exists(os.path.join(ROOT, ".git")) and shutil.which("git"):
+        files = ["pyproject.toml", "build_backend.py", "README.md", *(f"gemma4/{f}" for f in os.listdir(os.path.join(source, "gemma4")) if f.endswith(".py") or f == "py.typed")]
+        listed = subprocess.run(["git", "ls-files", *files], capture_output=True, text=True, cwd=source).stdout.split()
+        check(sorted(listed) == sorted(files), f"git does not have {set(files) - set(listed)}")
+    else:
+        report.skip("not a git repository: whether it has every file of the package")
     python, site = python_in("one")
     pip = (python, "-m", "pip", "--disable-pip-version-check", "-q")
     status, said = run(*pip, "wheel", "--no-index", "-w", "wheels", source)
