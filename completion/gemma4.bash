@@ -43,7 +43,7 @@ _gemma4() {
     case $prev-$value in
     *-FILE) _gemma4_files "$cur" ;;
     --backend-*) _gemma4_reply -W "$("$program" run --backend list 2>/dev/null | sed -n 's/^\([a-z0-9_]*\) .*/\1/p')" -- "$cur" ;;
-    *'|'*) _gemma4_reply -W "${value//|/ }" -- "$cur" ;;
+    *'|'*) _gemma4_reply -W "${value//[A-Z|]/ }" -- "$cur" ;; # what is in capitals is not meant literally
     *-)
         if [[ $cur == -* ]]; then
             _gemma4_reply -W "$names" -- "$cur"

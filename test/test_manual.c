@@ -273,6 +273,7 @@ static void test_bash(void) {
     expect_bash("info --backend = sc", "scalar\n");
     expect_bash("nosuch -", "\n");
     expect_bash("run --precision ''", "f32\nbf16\n");
+    expect_bash("run --speculate ''", "off\n");
 }
 
 /* After an empty line, what zsh's completion gives to _describe and _arguments, one a line; they stand for zsh's own, which need a terminal. */
@@ -297,7 +298,8 @@ static void test_zsh(void) {
         for (const option *o = options; o < options + n_options; o++) {
             if (!(o->commands >> c & 1)) continue;
             const char *letter = *o->letter ? o->letter : o->name;
-            const char *expected = text("\n(%s %s)%s%s[", letter, o->name, o->name, o->optional ? "=-" : *o->value ? "=" : "");
+            int again = strstr(o->help, "more than once") != NULL; /* else an option excludes itself */
+            const char *expected = text("\n%s%s%s[", again ? "*" : text("(%s %s)", letter, o->name), o->name, o->optional ? "=-" : *o->value ? "=" : "");
             CHECK(strstr(out, expected), "zsh: %s:%s in %s", commands[c].name, expected, out);
             const char *colon = strchr(o->value, ':'); /* zsh wants a backslash before it */
             expected = colon ? text("]:%.*s\\%s:", (int)(colon - o->value), o->value, colon) : text("]%s:%s:", o->optional ? ":" : "", o->value);
@@ -308,12 +310,13 @@ static void test_zsh(void) {
             CHECK(strstr(out, expected), "zsh: %s:%s in %s", commands[c].name, expected, out);
             n++;
         }
-        CHECK(occurrences(out, "\n(") == n, "zsh: %s has %d options, the program %d: %s", commands[c].name, occurrences(out, "\n("), n, out);
+        CHECK(occurrences(out, "\n(") + occurrences(out, "\n*--") == n, "zsh: %s has %d options, the program %d: %s", commands[c].name, occurrences(out, "\n("), n, out);
         CHECK(!!strstr(commands[c].usage, "[MODEL]") == !!strstr(out, "\n1:model:_files\n"), "zsh: %s: a model comes first: %s", commands[c].name, out);
     }
     CHECK(!zsh("diff ''") && strstr(out, "\n*:file:_files\n"), "zsh: diff takes files: %s", out);
     CHECK(!zsh("help ''") && strstr(out, "\n:command:(run tokenize "), "zsh: help takes commands: %s", out);
     CHECK(!zsh("info ''") && strstr(out, "]:NAME:(") && strstr(out, "scalar") && strstr(out, "]:f32|bf16:(f32 bf16)\n"), "zsh: values: %s", out);
+    CHECK(!zsh("chat ''") && strstr(out, "]:N|off:(  off)\n"), "zsh: words in capitals are no values: %s", out);
     CHECK(!zsh("run ''") && strstr(out, "]::FILE:_files\n") && strstr(out, "]:FILE:_files\n"), "zsh: files: %s", out);
 }
 
