@@ -2,6 +2,7 @@
 # long.sh - what takes minutes: `make long`. 100,000 tokens through the shipped model with the window crossed hundreds of times, a context of 131072, memory that
 # stays flat, a stack of 256 KiB, valgrind, a full disk, a reader that goes away. Last line: long: N passed, N failed, N skipped.
 set -u
+export OMP_WAIT_POLICY=passive # threads that spin while they wait take the processor from whatever else this machine does
 passed=0 failed=0 skipped=0
 G=./gemma4
 dir=$(mktemp -d) || exit 2
