@@ -8,7 +8,24 @@
 #include "test.h"
 
 #include <math.h>
+#ifdef _WIN32
+#include <direct.h>
+#include <process.h>
+#define make_directory(path) _mkdir(path)
+static char dir[64];
+static void make_dir(void) {
+    snprintf(dir, sizeof dir, "test-engine-%d", _getpid());
+    make_directory(dir);
+}
+#else
+#include <sys/stat.h>
 #include <unistd.h>
+#define make_directory(path) mkdir(path, 0777)
+static char dir[] = "/tmp/gemma4-engine-XXXXXX";
+static void make_dir(void) {
+    if (!mkdtemp(dir)) printf("no directory %s\n", dir);
+}
+#endif
 #if defined(__SSE__)
 #include <xmmintrin.h>
 #endif
@@ -16,7 +33,6 @@
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
 static g4_error err;
-static char dir[] = "/tmp/gemma4-engine-XXXXXX";
 
 static uint64_t rng_state = 1;
 static uint32_t rng(void) { /* xorshift64*: only to choose */
@@ -459,7 +475,7 @@ static void check_drafts(void) {
         CHECK(n[0] == 200 && n[1] == 200 && !memcmp(got[0], got[1], sizeof *got[0] * 200), "drafts change the text");
         CHECK(stats[0].proposed == 0 && stats[0].forwards == 7 - 1 + 200, "without: %d calls", (int)stats[0].forwards);
         CHECK(x->accepted + x->forwards == stats[0].forwards, "each right one saves a call: %d + %d", (int)x->accepted, (int)x->forwards);
-        CHECK(wrong <= 4 + (int)x->forwards / 8 + 2 * (int)x->accepted, "the account of wrong ones: %d of %d in %d calls", wrong, (int)x->proposed, (int)x->forwards);
+        CHECK(wrong <= 2 + (int)x->forwards / 8 + 2 * (int)x->accepted, "the account of wrong ones: %d of %d in %d calls", wrong, (int)x->proposed, (int)x->forwards);
         if (!kind) CHECK(x->accepted > 100, "text that repeats itself: %d of %d were right", (int)x->accepted, (int)x->proposed);
     }
     g4_state_close(s);
@@ -769,16 +785,18 @@ static void check_files(void) {
     CHECK(read_file(file, changed, sizeof changed) == size && !memcmp(changed, good, size), "what failed did not touch the file");
 
     /* the same config, but other weights: each number's last bit flipped */
-    char name[160], line[400];
-    snprintf(line, sizeof line, "mkdir %s/copy && cp test/fixtures/31b/config.json %s/copy/", dir, dir), snprintf(name, sizeof name, "%s/copy/model.safetensors", dir);
-    CHECK(!system(line), "%s", line);
+    char copy[128], name[160];
     static unsigned char weights[1 << 20];
+    snprintf(copy, sizeof copy, "%s/copy", dir);
+    make_directory(copy);
+    snprintf(name, sizeof name, "%s/config.json", copy);
+    write_file(name, weights, read_file("test/fixtures/31b/config.json", weights, sizeof weights));
+    snprintf(name, sizeof name, "%s/model.safetensors", copy);
     size_t n_weights = read_file("test/fixtures/31b/model.safetensors", weights, sizeof weights), data = 8 + weights[0] + 256u * weights[1];
     CHECK(n_weights > data && n_weights < sizeof weights, "%zu bytes of weights", n_weights);
     for (size_t i = data; i < n_weights; i += 2) weights[i] ^= 1;
     write_file(name, weights, n_weights);
-    snprintf(name, sizeof name, "%s/copy", dir);
-    g4_model *tuned = open_model(name, NULL);
+    g4_model *tuned = open_model(copy, NULL);
     g4_state *of_tuned = open_state(tuned, CTX, 8, 1);
     CHECK(g4_sequence_load(of_tuned, 0, file, &list, &n_list, &err) && strstr(err.text, "another model"), "other weights: %s", err.text);
     g4_state_close(of_tuned);
@@ -814,7 +832,7 @@ static void check_files(void) {
 int main(int argc, char **argv) {
     int rounds = argc > 2 ? atoi(argv[2]) : 6;
     if (argc > 3) rng_state = strtoull(argv[3], NULL, 10) * 2 + 1;
-    if (!mkdtemp(dir)) return printf("FAILED test_engine: no directory %s\n", dir), 1;
+    make_dir();
     static const char *const models[] = {"e2b", "26b-a4b", "31b", "window-1-top-1", "untied-f32"};
     for (int i = 0; i < 5; i++) check_schedules(models[i], rounds);
     check_limits();
@@ -824,8 +842,12 @@ int main(int argc, char **argv) {
     check_text();
     for (int i = 0; i < 5; i++) check_copies(models[i]);
     check_files();
-    char command[64];
+    char command[100];
+#ifdef _WIN32
+    snprintf(command, sizeof command, "rmdir /s /q %s", dir);
+#else
     snprintf(command, sizeof command, "rm -r %s", dir);
+#endif
     if (system(command)) printf("%s was left behind\n", dir);
     return test_done("test_engine");
 }
