@@ -476,6 +476,7 @@ static void check_drafts(void) {
         CHECK(stats[0].proposed == 0 && stats[0].forwards == 7 - 1 + 200, "without: %d calls", (int)stats[0].forwards);
         CHECK(x->accepted + x->forwards == stats[0].forwards, "each right one saves a call: %d + %d", (int)x->accepted, (int)x->forwards);
         CHECK(wrong <= 2 + (int)x->forwards / 8 + 2 * (int)x->accepted, "the account of wrong ones: %d of %d in %d calls", wrong, (int)x->proposed, (int)x->forwards);
+        CHECK(x->rows == stats[0].rows + (uint64_t)wrong, "the only rows too many are those of wrong ones: %d, %d", (int)x->rows, (int)stats[0].rows);
         if (!kind) CHECK(x->accepted > 100, "text that repeats itself: %d of %d were right", (int)x->accepted, (int)x->proposed);
     }
     g4_state_close(s);

@@ -151,7 +151,7 @@ static float *run_on(const char *path, const g4_backend *backend, uint64_t *hash
     if (!m) return NULL;
     int V = g4_get_config(m)->vocab_size;
     float *logits = calloc((size_t)T * (size_t)V, sizeof *logits);
-    g4_state *s = g4_state_open(m, &(g4_state_options){.ctx = 64, .chunk = 9, .threads = 2}, &err);
+    g4_state *s = g4_state_open(m, &(g4_state_options){.ctx = 64, .chunk = 9, .n_seqs = 3, .threads = 2}, &err);
     g4_row rows[T];
     int wanted = 0;
     for (int i = 0; i < T; i++) wanted += rows[i].want_logits = i % 3 == 0, rows[i].token = (i * 7 + 2) % 90, rows[i].seq = 0, rows[i].pos = i;
@@ -159,6 +159,20 @@ static float *run_on(const char *path, const g4_backend *backend, uint64_t *hash
     traced = 14695981039346656037u;
     CHECK(s && logits && !g4_forward(s, rows, T - 1, logits, &err) && !g4_forward(s, rows + T - 1, 1, logits, &err), "%s: %s", path, err.text);
     *hash = traced;
+
+    /* caches cross the seam too: a copy, and a file, go on as the sequence itself does */
+    const char *file = "seam-sequence.tmp";
+    int32_t ids[T], *loaded = NULL;
+    size_t n_loaded = 0;
+    float *next = calloc(3 * (size_t)V, sizeof *next);
+    for (int i = 0; i < T; i++) ids[i] = rows[i].token;
+    CHECK(!g4_copy(s, 0, 1, T, &err) && !g4_sequence_save(s, 0, T, ids, file, &err) && !g4_sequence_load(s, 2, file, &loaded, &n_loaded, &err) && n_loaded == T, "%s: %s", path, err.text);
+    for (int i = 0; i < 3; i++) rows[i] = (g4_row){.token = 7, .seq = i, .pos = T, .want_logits = 1};
+    CHECK(!g4_forward(s, rows, 3, next, &err) && !memcmp(next, next + V, sizeof *next * (size_t)V) && !memcmp(next, next + 2 * V, sizeof *next * (size_t)V),
+          "%s: a copy or a loaded sequence goes on with other bits: %s", path, err.text);
+    g4_free(loaded);
+    free(next);
+    remove(file);
     g4_state_close(s);
     g4_close(m);
     return logits;
