@@ -27,6 +27,7 @@
 #endif
 #include <errno.h>
 #include <limits.h>
+#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -2021,4 +2022,31 @@ size_t g4_checkpoint_bytes(const g4_model *m) { return m->checkpoint->gguf ? g4_
 const char *g4_checkpoint_ignored(const g4_model *m, int i) {
     if (m->checkpoint->gguf) return g4_gguf_ignored(m->checkpoint->gguf, i);
     return i >= 0 && i < m->checkpoint->n_ignored ? m->checkpoint->ignored[i] : NULL;
+}
+
+/* Nothing in a file tells that a bit of it has flipped; in a scale or an exponent it mostly shows like this. */
+static int check_tensor(const g4_tensor *t, g4_error *err) {
+    enum { STEP = 512 }; /* whole blocks of every type */
+    const g4_type *type = &g4_types[t->type];
+    float w[STEP];
+    for (int64_t row = 0; row < t->rows; row++)
+        for (int64_t at = 0; at < t->cols; at += STEP) {
+            int n = t->cols - at < STEP ? (int)(t->cols - at) : STEP, i = 0;
+            type->widen(w, (const unsigned char *)t->data + (size_t)row * g4_row_bytes(t) + (size_t)at / (size_t)type->block * (size_t)type->bytes, n);
+            while (i < n && isfinite(w[i])) i++;
+            if (i < n)
+                return g4_fail(err, "tensor %s (%s): row %lld, element %lld, which is in block %lld, is %g: the file is damaged", show(t->name).text, type->name,
+                               (long long)row, (long long)(at + i), (long long)((at + i) / type->block), (double)w[i]);
+        }
+    return 0;
+}
+
+int g4_check_weights(const g4_model *m, g4_error *err) {
+    const g4_tensor *const top[] = {&m->embed_tokens, &m->embed_tokens_per_layer, &m->per_layer_model_projection, &m->per_layer_projection_norm, &m->norm, &m->lm_head};
+    for (int i = 0; i < 6; i++)
+        if (top[i]->data && !(i == 5 && top[i]->data == m->embed_tokens.data) && check_tensor(top[i], err)) return -1;
+    for (int l = 0; l < m->config.num_hidden_layers; l++) /* a g4_layer is nothing but tensors */
+        for (const g4_tensor *t = (const g4_tensor *)&m->layers[l]; t < (const g4_tensor *)&m->layers[l + 1]; t++)
+            if (t->data && check_tensor(t, err)) return -1;
+    return 0;
 }

@@ -520,6 +520,8 @@ void g4_checkpoint_close(g4_model *model); /* frees config.layers and layers too
 /* For `info`: bytes of all files, and the tensors of the file that are not read; i = 0, 1, ...; NULL after the last. */
 size_t g4_checkpoint_bytes(const g4_model *model);
 const char *g4_checkpoint_ignored(const g4_model *model, int i);
+/* Reads every weight of a model on a host backend; -1, and the line names the tensor and the place, at the first that is infinite or no number. */
+int g4_check_weights(const g4_model *model, g4_error *err);
 int g4_is_gguf(const char *path); /* a file that begins as GGUF files do */
 /* Sorts a [n] by compare(context, a[i], a[j]). Heapsort: no recursion, and no input makes it slow. */
 void g4_sort(uint32_t *a, uint32_t n, int (*compare)(const void *context, uint32_t x, uint32_t y), const void *context);

@@ -220,7 +220,7 @@ typedef struct arguments {
     int64_t n, top_k, threads, ctx, chunk, port, parallel, queue, max_body, timeout, grace; /* -1: not given */
     double temp, top_p, min_p, repeat_penalty, rtol, atol, seconds; /* -1: not given */
     double frequency_penalty, presence_penalty;
-    int ignore_eos, escape, bos, jsonl, skip_special, json, no_mmap, full, kernels, thinking, quiet, help;
+    int ignore_eos, escape, bos, jsonl, skip_special, json, check, no_mmap, full, kernels, thinking, quiet, help;
 } arguments;
 
 typedef enum option_kind { FLAG, TEXT, OPTIONAL_TEXT /* "" without =TEXT */, LIST /* --stop: all that are given */, INTEGER, NUMBER } option_kind;
@@ -274,6 +274,7 @@ static const option options[] = {
     {NULL, "--rtol", "X", NUMBER, AT(rtol), 0, 1e30, DIFF, "the bar: max abs <= X * max(1, largest abs of B) (1e-5 without --atol)"},
     {NULL, "--atol", "X", NUMBER, AT(atol), 0, 1e30, DIFF, "the bar: max abs <= X; with --rtol the two are added"},
     {NULL, "--json", NULL, FLAG, AT(json), 0, 0, SCORE | INFO | BENCH, "one line of JSON"},
+    {NULL, "--check", NULL, FLAG, AT(check), 0, 0, INFO, "read every weight, and fail at the first that is infinite or no number: a damaged file"},
     {NULL, "--only", "NAME,...", TEXT, AT(only), 0, 0, BENCH, "only these cells, like prefill128,decode0"},
     {NULL, "--seconds", "X", NUMBER, AT(seconds), 0.001, 3600, BENCH, "for each cell, all backends together, roughly (2)"},
     {NULL, "--kernels", NULL, FLAG, AT(kernels), 0, 0, BENCH, "instead: opening the file, products of each type of weights, with --full a million keys"},
@@ -642,6 +643,15 @@ static session open_session(const arguments *a, int flags) {
     return s;
 }
 
+/* For the end of a message about logits that are no numbers: mostly a weight of a damaged file is none either. Only then are all read. */
+static const char *about_weights(const session *s) {
+    static char text[sizeof(g4_error) + 4];
+    g4_error err;
+    if (!s->model->backend->host_memory || !g4_check_weights(s->model, &err)) return "";
+    snprintf(text, sizeof text, "; %s", err.text);
+    return text;
+}
+
 static void close_session(session *s) {
     free(s->prompt.data);
     g4_state_close(s->state);
@@ -816,7 +826,7 @@ static int command_run(const arguments *a) {
         g4_engine_get_stats(e, &stats);
         if (n_events) profile_sampling(s.profile, seconds() - (stats.sampling_seconds - sampled));
         for (int i = 0; i < n_events; i++) {
-            if (event[i].finish == G4_FINISH_ERROR) fatal("%s", event[i].error);
+            if (event[i].finish == G4_FINISH_ERROR) fatal("%s%s", event[i].error, about_weights(&s));
             fwrite(event[i].text, 1, event[i].n_text, stdout);
             if (!tok && event[i].token >= 0) printf("%s%d", event[i].n_new > 1 ? " " : "", (int)event[i].token);
             n = event[i].n_new;
@@ -960,7 +970,7 @@ static void print_best(const session *s, const float *logits) {
     int V = s->config->vocab_size, best[5], n = 0, at_cap = 0;
     float cap = s->config->final_logit_softcapping;
     for (int i = 0; i < V; i++) {
-        if (!isfinite(logits[i])) fatal("the logit of id %d is %g: the model's output is broken", i, (double)logits[i]);
+        if (!isfinite(logits[i])) fatal("the logit of id %d is %g: the model's output is broken%s", i, (double)logits[i], about_weights(s));
         at_cap += cap > 0 && fabsf(logits[i]) > 0.99f * cap;
         int k = n < 5 ? n++ : 5;
         for (; k > 0 && logits[i] > logits[best[k - 1]]; k--)
@@ -1037,7 +1047,7 @@ static int command_diff(const arguments *a) {
 
 typedef struct hash_state {
     uint64_t hash;
-    int V;
+    int V, finite;
 } hash_state;
 
 static void hash_row(void *user, int t, const float *logits) {
@@ -1046,6 +1056,7 @@ static void hash_row(void *user, int t, const float *logits) {
     for (int i = 0; i < h->V; i++) {
         uint32_t bits;
         memcpy(&bits, &logits[i], 4);
+        h->finite &= !!isfinite(logits[i]);
         for (int b = 0; b < 32; b += 8) h->hash = (h->hash ^ (bits >> b & 255)) * 0x100000001b3u; /* FNV-1a, little-endian on every host */
     }
 }
@@ -1054,8 +1065,9 @@ static int command_hash(const arguments *a) {
     g4_error err;
     need_input(a, "hash");
     session s = open_session(a, FIT_PROMPT);
-    hash_state h = {0xcbf29ce484222325u, s.config->vocab_size};
+    hash_state h = {0xcbf29ce484222325u, s.config->vocab_size, 1};
     if (forward_each(&s, hash_row, &h, &err)) fatal("%s", err.text);
+    if (!h.finite) fatal("hash: logits that are not finite numbers: the model's output is broken%s", about_weights(&s));
     printf("%016llx\n", (unsigned long long)h.hash);
     close_session(&s);
     return 0;
@@ -1081,7 +1093,7 @@ static int command_score(const arguments *a) {
     if (forward_each(&s, score_row, &score, &err)) fatal("%s", err.text);
     double sum = 0;
     for (size_t t = 1; t < T; t++) {
-        if (isnan(score.logprob[t])) fatal("score: the logits at position %zu are not numbers: the model's output is broken", t - 1);
+        if (isnan(score.logprob[t])) fatal("score: the logits at position %zu are not numbers: the model's output is broken%s", t - 1, about_weights(&s));
         sum += score.logprob[t];
     }
     double perplexity = g4_exp(-sum / (double)(T - 1));
@@ -1222,6 +1234,8 @@ static int command_info(const arguments *a) {
     g4_error err;
     session s = open_model(a);
     const g4_config *c = s.config;
+    if (a->check && !s.model->backend->host_memory) fatal("info: --check reads weights in the memory of this machine; choose --backend scalar");
+    if (a->check && g4_check_weights(s.model, &err)) fatal("%s: %s", s.path, err.text);
     sizes z = measure(s.model);
     tensor_group groups[N_TENSOR_GROUPS];
     group_tensors(s.model, groups);

@@ -632,6 +632,16 @@ static void test_gguf(void) {
     CHECK(status == 0 && strstr(out, "\nexperts ") && strstr(out, " Q4_1 6, Q5_0 4, MXFP4 2\n") && strstr(out, "\nall "), "info: %s", out);
     sh("cp test/gguf/ple.gguf $D/without-suffix && $G hash $D/without-suffix --ids %s -q", ids[0]);
     CHECK(status == 0, "a file without the suffix: %s", err_text);
+    /* the last tensor is a norm: its last number becomes a NaN */
+    sh("$G info test/gguf/moe.gguf --check -q");
+    CHECK(status == 0, "--check: %s", err_text);
+    sh("size=$(wc -c < test/gguf/moe.gguf); head -c $((size - 4)) test/gguf/moe.gguf > $D/nan.gguf; printf '\\377\\377\\377\\177' >> $D/nan.gguf");
+    static const char *const commands[] = {"info --check", "hash --ids 2,5", "logits --ids 2,5", "score --ids 2,5,7", "run --ids 2,5 -n 1"};
+    for (int i = 0; i < 5; i++) {
+        char name[16];
+        snprintf(name, sizeof name, "%.*s", (int)strcspn(commands[i], " "), commands[i]);
+        expect_error("tensor output_norm.weight (F32): row 0, element 95, which is in block 95, is", "$G %s $D/nan.gguf %s -q", name, commands[i] + strlen(name));
+    }
     expect_error("is no GGUF file", "cp test/gguf/ple.expected.safetensors $D/other.gguf; $G hash $D/other.gguf --ids 1");
     expect_error("incomplete download?", "head -c 200000 test/gguf/ple.gguf > $D/cut.gguf; $G hash $D/cut.gguf --ids 1");
     check_groups("$M");

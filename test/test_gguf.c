@@ -1450,6 +1450,39 @@ static void test_tokenizer(void) {
     CHECK(!strstr(err.text, "tokenizer.json"), "%s", err.text);
 }
 
+/* Flipped bits: no number in a norm, or in the scale of a block, is named by tensor and place. */
+static void test_flipped_bits(void) {
+    static const unsigned char inf[4] = {0, 0, 0x80, 0x7f}, nan_half[2] = {0x00, 0x7e};
+    for (int way = 0; way < 3; way++) {
+        g4_file f;
+        g4_model *m = g4_open("test/gguf/ple.gguf", NULL, &err);
+        if (!m || g4_file_open(&f, "test/gguf/ple.gguf", 0, &err)) {
+            CHECK(0, "%s", err.text);
+            return;
+        }
+        const g4_tensor *t = way == 1 ? &m->layers[2].post_feedforward_layernorm : &m->layers[0].o_proj;
+        size_t at = 0;
+        CHECK(!g4_check_weights(m, &err), "%s", err.text);
+        while (memcmp(f.data + at, t->data, 32)) at++; /* where it is in the file */
+        unsigned char *copy = room(f.size);
+        memcpy(copy, f.data, f.size);
+        if (way == 1) memcpy(copy + at + 4 * 200, inf, 4);
+        if (way == 2) memcpy(copy + at + 34 * 5, nan_half, 2);
+        write_bytes("model.gguf", copy, f.size);
+        free(copy);
+        g4_file_close(&f);
+        g4_close(m);
+        m = open_file("model.gguf");
+        CHECK(m, "%s", err.text);
+        if (!m) return;
+        int failed = g4_check_weights(m, &err);
+        if (!way) CHECK(!failed, "%s", err.text);
+        else says(failed, "a flipped bit", way == 1 ? "tensor blk.2.post_ffw_norm.weight (F32): row 0, element 200, which is in block 200, is inf: the file is damaged"
+                                                    : "tensor blk.0.attn_output.weight (Q8_0): row 5, element 0, which is in block 0, is|the file is damaged");
+        g4_close(m);
+    }
+}
+
 /* The chat template, and any other text, without the weights. */
 static void test_texts(void) {
     char *text = NULL;
@@ -1557,6 +1590,7 @@ int main(int argc, char **argv) {
     test_damage();
     test_tokenizer();
     test_texts();
+    test_flipped_bits();
     check_parity("test/gguf", "ple", 1e-5);
     check_parity("test/gguf", "moe", 1e-5);
     test_shared_fixtures();
