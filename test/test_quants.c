@@ -260,11 +260,11 @@ static int differing(const float *a, const float *b, int n) {
 /* Each operation gives on quantised weights what it gives on the floats that they stand for, and reads no row but its own. Rows of 768 weights are not
  * a multiple of the 512 that are widened at once. */
 static void check_operations(g4_dtype t, int bf16) {
-    enum { N = 768, M = 5, T = 3, D = 256, E = 3, K = 2 };
-    const int Fe = g4_types[t].block == 32 ? 704 : 512; /* 704 is 26B-A4B's, whose experts cannot have blocks of 256 */
+    enum { N = 768, M = 5, T = 3, E = 3, K = 2 };
+    const int D = g4_types[t].block, Fe = D == 32 ? 704 : D; /* 704 is 26B-A4B's, whose experts cannot have blocks of 256 */
     const g4_run *run = bf16 ? &oracle_bf16 : &oracle;
     const char *name = g4_types[t].name, *precision = bf16 ? "bf16" : "f32";
-    static float x[T * N], a[T * N], b[T * N], gate_up[2 * 704], down[D];
+    static float x[T * N], a[T * N], b[T * N], gate_up[2 * 704], down[256];
     for (int i = 0; i < T * N; i++) x[i] = (float)(i * 7919 % 1000 - 500) / 256;
 
     weights w = make_weights(t, M, N, 1, 31, bf16);
