@@ -294,7 +294,7 @@ static int part_int(const part *f, const char *name, int64_t lowest, int64_t hig
 
 /* Counts and keys. On success c stands before the tensors. */
 static int read_keys(cursor *c, part *f, uint64_t *n_tensors) {
-    uint32_t version, twin = 0;
+    uint32_t version;
     uint64_t n_keys;
     if (c->end - c->p < 4 || memcmp(c->p, "GGUF", 4))
         return g4_fail(c->err, "%s: is no GGUF file: expected it to begin with \"GGUF\", found \"%s\"", c->path,
@@ -321,9 +321,10 @@ static int read_keys(cursor *c, part *f, uint64_t *n_tensors) {
     if (!failed) {
         f->n_keys = (uint32_t)n_keys;
         g4_sort(order, f->n_keys, compare_keys, f->keys);
-        for (uint32_t i = 1; i < n_keys; i++)
-            if (!compare_keys(f->keys, order[i - 1], order[i])) twin = order[i];
-        if (twin) failed = g4_fail(c->err, "%s: the key %s is there twice", c->path, show(f->keys[twin].name, f->keys[twin].name_size).text);
+        for (uint32_t i = 1; i < n_keys && !failed; i++) {
+            const g4_gguf_key *k = &f->keys[order[i]];
+            if (!compare_keys(f->keys, order[i - 1], order[i])) failed = g4_fail(c->err, "%s: the key %s is there twice", c->path, show(k->name, k->name_size).text);
+        }
     }
     free(order);
     return failed;

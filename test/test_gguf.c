@@ -1108,6 +1108,11 @@ static void test_refused_keys(void) {
     set_number(&s, "once", U8, 1);
     strcpy(s.keys[s.n_keys - 1].name, "twice");
     refuses(&s, "a key twice", "the key twice is there twice");
+    for (int i = 1; i < 20; i++) { /* wherever the two stand */
+        tiny();
+        strcpy(s.keys[i].name, s.keys[(i * 7 - 7) % i].name);
+        refuses(&s, "a key twice", "is there twice");
+    }
 }
 
 /* A tensor's description, changed. */
