@@ -96,6 +96,13 @@ EXAMPLES = [
     # keys are sorted without regard to case, equal ones stay in their order
     {"messages": [user("a"), model(None, tool_calls=[{"function": {"name": "f", "arguments": {k: 0 for k in (
         "b", "A", "a", "B", "ß", "É", "é", "Я", "я", "Ω", "ΟΣ", "ος", "οσ", "İ", "i", "I", "_", "Z", "z", "ǅ", "Ⓐ", "𐐀", "\uff21", "🦙", "10", "9")}}}])]},
+    # what is false, what is not there
+    {"messages": [user("a")], "add_generation_prompt": 1, "enable_thinking": 0, "tools": [{"function": {"name": "f", "description": "", "parameters": {
+        "type": "object", "properties": {"x": {"description": numbers("-0.0")[0], "nullable": 0, "type": ""}, "y": {"description": 1, "nullable": [0]}}}}}]},
+    {"messages": [user("a"), model("b", reasoning_content=None, thinking="t"), {"role": "tool", "name": None, "content": "passed over"}], "enable_thinking": numbers("0e5")[0]},
+    # types in capitals
+    {"messages": [user("a")], "tools": [{"function": {"name": "f", "description": "d", "parameters": {"type": "größe", "properties": {
+        "x": {"type": "straße"}, "y": {"type": "ﬁn ǆ ŉ µ 文字列 ı"}, "z": {"type": ["é", "\u00ad", "a\u2028", "\ue000"]}, "i": {"type": "array", "items": {"type": ["ς", "ÿ"]}}}}}}]},
     # numbers as Python prints them
     {"messages": [user("a"), model(None, tool_calls=[{"function": {"name": "f", "arguments": {"x": numbers(
         "0", "-0", "-0.0", "1.0", "1.50", "1e2", "1E5", "100000000000000000000000", "0.1", "1e-4", "0.00001", "1e15", "1e16", "123456789012345678.0", "5e-324", "2.5e-323",

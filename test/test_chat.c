@@ -215,6 +215,18 @@ static void test_prompts(void) {
     p = rendered(CHAT("{\"role\":\"user\",\"content\":[{\"type\":\"image\"},{\"type\":\"file\"},{\"type\":\"video\"},{\"type\":\"input_audio\"},{}]}"), G4_CHAT_SMALL);
     CHECK(p.n_media == 3 && p.n_unknown == 2 && strstr(p.text, "user\n<|image|><|video|><|audio|><turn|>"), "%u %u %s", (unsigned)p.n_media, (unsigned)p.n_unknown, p.text);
     g4_chat_prompt_free(&p);
+    /* settings go before what the request says */
+    g4_json asked;
+    const char *all = "{\"messages\":[" USER("x") "],\"add_generation_prompt\":true,\"enable_thinking\":true,\"tools\":[{\"function\":{\"name\":\"f\",\"description\":\"d\"}}]}";
+    CHECK(!g4_json_parse(&asked, all, strlen(all), "all", &err), "%s", err.text);
+    g4_chat_settings settings = {.add_generation_prompt = 0, .enable_thinking = 0, .preserve_thinking = -1, .no_tools = 1};
+    CHECK(!g4_chat_render_json(&asked, 0, G4_CHAT_LARGE, &settings, &p, &err) && !strcmp(p.text, "<bos><|turn>user\nx<turn|>\n"), "%s", p.text ? p.text : err.text);
+    g4_chat_prompt_free(&p);
+    settings = (g4_chat_settings){-1, -1, -1, 0};
+    CHECK(!g4_chat_render_json(&asked, 0, G4_CHAT_LARGE, &settings, &p, &err) && strstr(p.text, "<|think|>\n<|tool>declaration:f{") && strstr(p.text, "<|turn>model\n"), "%s",
+          p.text ? p.text : err.text);
+    g4_chat_prompt_free(&p);
+    g4_json_free(&asked);
     /* a request inside another value */
     g4_json j;
     const char *outer = "{\"a\":[1,{\"messages\":[" USER("x") ",{\"role\":7}]}]}";
