@@ -1521,7 +1521,7 @@ int serve(const serve_options *o, g4_error *err) {
     pthread_mutex_init(&s.mutex, NULL);
     pthread_cond_init(&s.work_to_do, NULL);
 
-    /* Signals come to this thread alone: those begun from here on inherit the mask. A client that goes away is no reason to die. */
+    /* Blocked here and in all threads begun from here on; wait_for_the_end takes them. A client that goes away is no reason to die. */
     sigset_t before;
     struct sigaction old_pipe, no_pipe = {.sa_handler = SIG_IGN};
     sigemptyset(&s.signals);
