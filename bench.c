@@ -1009,7 +1009,8 @@ static int time_products(const g4_backend *backend, const machine *m, const benc
 static int time_attention(const g4_backend *backend, const machine *m, const bench_options *o, g4_error *err) {
     enum { DH = 512, KEYS = 1 << 20 };
     const size_t floats = (size_t)KEYS * DH;
-    float *k = floats < SIZE_MAX / sizeof *k ? malloc(floats * sizeof *k) : NULL, *v = k ? malloc(floats * sizeof *v) : NULL;
+    const int fits = floats <= PTRDIFF_MAX / sizeof(float); /* not on machines of 32 bits */
+    float *k = fits ? malloc(floats * sizeof *k) : NULL, *v = fits ? malloc(floats * sizeof *v) : NULL;
     float *scores = malloc(sizeof *scores * KEYS * (size_t)m->threads), q[DH], out[DH];
     int32_t token = 0, seq = 0, pos = KEYS - 1;
     int failed = !k || !v || !scores ? g4_fail(err, "out of memory for the keys and values of %d positions, %.1f GB", KEYS, 8e-9 * (double)floats) : 0;
