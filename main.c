@@ -791,14 +791,18 @@ static int parse_speculate(const char *text) {
     return (int)parse_whole("--speculate (or off)", text, 64);
 }
 
+/* For one text at a time. The scalar backend takes as long for two rows in one step as in two: there drafts cannot pay. */
+static int draft_tokens(const arguments *a, const g4_model *model) {
+    if (a->speculate) return parse_speculate(a->speculate);
+    return strcmp(g4_model_backend(model), "scalar") ? DRAFT_TOKENS : 0;
+}
+
 static int command_run(const arguments *a) {
     if (a->seed) parse_whole("--seed", a->seed, UINT64_MAX); /* before anything slow */
+    if (a->speculate) parse_speculate(a->speculate);
     g4_error err;
-    int speculate = a->speculate ? parse_speculate(a->speculate) : DRAFT_TOKENS;
     session s = open_session(a, 0);
-    /* The scalar backend takes as long for two rows in one step as in two. */
-    if (!a->speculate && !strcmp(g4_model_backend(s.model), "scalar")) speculate = 0;
-    g4_engine_options eo = {.speculate = speculate, .clock = seconds};
+    g4_engine_options eo = {.speculate = draft_tokens(a, s.model), .clock = seconds};
     g4_sampling how = sampling_of(a, s.model);
     if (!a->ids && has_chat_template(s.path))
         note("hint: this model is instruction-tuned, and run continues raw text; chat speaks with it through its template");
@@ -1399,7 +1403,7 @@ static int command_chat(const arguments *a) {
     session s = open_conversation(a, 1, &family);
     terminal_options o = {.model = s.model, .state = s.state, .tok = s.tokenizer, .family = family, .sampling = sampling_of(a, s.model), .system = a->system,
                           .thinking = a->thinking, .max_new = a->n >= 0 ? (int)a->n : INT_MAX, .quiet = quiet, .clock = seconds,
-                          .speculate = a->speculate ? parse_speculate(a->speculate) : DRAFT_TOKENS};
+                          .speculate = draft_tokens(a, s.model)};
     buffer text = {0};
     if (a->prompt || a->file) {
         text = input_text(a);
