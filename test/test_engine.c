@@ -391,7 +391,14 @@ static void check_prefixes(void) {
     for (int i = 0; i < 4; i++) step(e, NULL);
     add(e, &x);
     step(e, NULL);
+    text all_of_it = new_text(20, 1); /* all that is known of it, though the last token is not computed yet */
+    all_of_it.prompt[0] = 80;
+    for (int i = 0; i < w.n_got; i++) all_of_it.prompt[all_of_it.n_prompt++] = w.got[i];
+    int known = w.n_got;
+    all_of_it.prompt[all_of_it.n_prompt++] = 98;
     CHECK(w.n_got == 3 && x.n_got == 1 && x.n_cached == 19 && x.got[0] == w.got[0], "20 tokens shared with a text at work: %d cached", x.n_cached);
+    add(e, &all_of_it), step(e, NULL);
+    CHECK(w.ended == G4_RUNNING && all_of_it.n_cached == 20 + known - 1, "%d cached of a text of 20 + %d tokens at work", all_of_it.n_cached, known);
     run_all(e);
     CHECK(!memcmp(x.got, w.got, 3 * sizeof *x.got), "and the same tokens");
     y.prompt[0] = z.prompt[0] = 81, z.prompt[45] = 99;
@@ -417,6 +424,26 @@ static void check_prefixes(void) {
     add(e, &r), run_all(e);
     CHECK(r.n_cached == 9 && g4_length(s, 2) == 0, "9 of 12: in the same slot, %d cached", r.n_cached);
     g4_engine_close(e);
+    /* the longest prefix is of no use when the ring has moved on; a shorter one is */
+    e = open_engine(s, NULL, (g4_engine_options){0});
+    text moved = new_text(40, 1), shorter = new_text(20, 1), wanted = new_text(31, 1);
+    shorter.prompt[19] = 97, wanted.prompt[30] = 96;
+    add(e, &moved), run_all(e), add(e, &shorter), run_all(e), add(e, &wanted), run_all(e);
+    CHECK(shorter.n_cached == 0 && wanted.n_cached == 19, "%d and %d cached", shorter.n_cached, wanted.n_cached);
+    g4_engine_close(e);
+
+    /* a request that is cancelled while it waits ends with the next step, and nothing is computed for it */
+    e = open_engine(s, NULL, (g4_engine_options){0});
+    text busy[3], late = new_text(10, 5);
+    for (int i = 0; i < 3; i++) busy[i] = new_text(30, 9), busy[i].prompt[0] = 50 + i, add(e, &busy[i]);
+    late.prompt[0] = 53;
+    add(e, &late), step(e, NULL);
+    CHECK(g4_engine_cancel(e, late.number) == 0, "it waits");
+    step(e, NULL);
+    CHECK(late.ended == G4_FINISH_CANCELLED && busy[0].ended == G4_RUNNING, "cancelled in the queue: finish %d", (int)late.ended);
+    run_all(e);
+    g4_engine_close(e);
+
     /* of three that are taken, the one used longest ago makes room */
     e = open_engine(s, NULL, (g4_engine_options){0});
     text in[5];
@@ -477,7 +504,7 @@ static void check_drafts(void) {
         CHECK(x->accepted + x->forwards == stats[0].forwards, "each right one saves a call: %d + %d", (int)x->accepted, (int)x->forwards);
         CHECK(wrong <= 2 + (int)x->forwards / 8 + 2 * (int)x->accepted, "the account of wrong ones: %d of %d in %d calls", wrong, (int)x->proposed, (int)x->forwards);
         CHECK(x->rows == stats[0].rows + (uint64_t)wrong, "the only rows too many are those of wrong ones: %d, %d", (int)x->rows, (int)stats[0].rows);
-        if (!kind) CHECK(x->accepted > 100, "text that repeats itself: %d of %d were right", (int)x->accepted, (int)x->proposed);
+        if (!kind) CHECK(x->accepted > 100 && x->forwards < 50, "text that repeats itself: %d of %d were right", (int)x->accepted, (int)x->proposed);
     }
     g4_state_close(s);
     g4_close(m);
@@ -519,7 +546,7 @@ typedef struct outcome {
     char out[4096];
     size_t n;
     int32_t ids[128];
-    int n_ids, whole; /* every piece was whole characters */
+    int n_ids, whole, late; /* every piece was whole characters; times that more was held back than what a stop string begins with */
     g4_finish finish;
     int32_t stop;
 } outcome;
@@ -536,8 +563,12 @@ static int is_utf8(const char *p, size_t n) {
     return 1;
 }
 
-static void run_text(g4_engine *e, const g4_request *r, outcome *o) {
+static void run_text(g4_engine *e, const g4_tokenizer *tok, const g4_request *r, outcome *o) {
     const g4_event *event;
+    static char all[4096]; /* [n] decoded so far */
+    size_t n_all = 0, k;
+    const char *piece;
+    g4_decoder *d = g4_decoder_open(tok, r->decode_flags, &err);
     memset(o, 0, sizeof *o);
     o->whole = 1;
     CHECK(g4_engine_add(e, r, &err) > 0, "%s", err.text);
@@ -546,9 +577,17 @@ static void run_text(g4_engine *e, const g4_request *r, outcome *o) {
             memcpy(o->out + o->n, event[i].text, event[i].n_text);
             o->n += event[i].n_text;
             o->whole &= is_utf8(event[i].text, event[i].n_text);
-            if (event[i].token >= 0) o->ids[o->n_ids++] = event[i].token;
             o->finish = event[i].finish, o->stop = event[i].stop;
+            if (event[i].token < 0 || g4_decode_push(d, event[i].token, &piece, &k, &err)) continue;
+            o->ids[o->n_ids++] = event[i].token;
+            memcpy(all + n_all, piece, k);
+            n_all += k;
+            size_t held = n_all - o->n;
+            int begins = !held || event[i].finish;
+            for (int j = 0; j < r->n_stop; j++) begins |= held < strlen(r->stop[j]) && !memcmp(all + o->n, r->stop[j], held);
+            o->late += !begins;
         }
+    g4_decoder_close(d);
 }
 
 /* Random texts with random stop strings, taken from the text itself across tokens and characters, or nearly. */
@@ -560,16 +599,16 @@ static void check_text(void) {
     g4_state *s = open_state(m, 128, 16, 1);
     g4_engine *e = open_engine(s, tok, (g4_engine_options){.speculate = 4});
     CHECK(g4_get_config(m)->n_suppress == 0, "the model suppresses nothing");
-    int stopped = 0, not_stopped = 0, by_length = 0, broken = 0, other = 0, split = 0;
+    int stopped = 0, not_stopped = 0, by_length = 0, broken = 0, other = 0, split = 0, late = 0;
     static outcome free_run, o;
     for (int seed = 0; seed < 30; seed++) {
         int32_t prompt[3] = {2, 300 + below(1000), 300 + below(1000)};
         g4_sampling how = {.temperature = seed % 3 ? 1 : 30, .top_p = 1, .repeat_penalty = 1, .seed = (uint64_t)seed}; /* a third is noise: bytes that are no characters */
         g4_request r = {.prompt = prompt, .n_prompt = 3, .sampling = how, .max_new = 25, .ignore_eos = 1, .decode_flags = seed % 2 ? G4_SKIP_SPECIAL : 0};
-        run_text(e, &r, &free_run);
+        run_text(e, tok, &r, &free_run);
         char whole[4096];
         size_t n = decode_all(tok, free_run.ids, free_run.n_ids, r.decode_flags, whole);
-        CHECK(free_run.n == n && !memcmp(free_run.out, whole, n) && free_run.whole && free_run.n_ids == 25 && free_run.finish == G4_FINISH_LENGTH,
+        CHECK(free_run.n == n && !memcmp(free_run.out, whole, n) && free_run.whole && !free_run.late && free_run.n_ids == 25 && free_run.finish == G4_FINISH_LENGTH,
               "seed %d: the pieces are not the text of the ids", seed);
         for (int k = 0; k < 17; k++) {
             char strings[4][64];
@@ -591,17 +630,17 @@ static void check_text(void) {
             r.stop = stop, r.n_stop = n_stop, r.max_new = below(3) ? 25 : 1 + below(25);
             size_t size = decode_all(tok, free_run.ids, r.max_new, r.decode_flags, whole), cut = size;
             int expected = search(whole, size, stop, n_stop, &cut);
-            run_text(e, &r, &o);
+            run_text(e, tok, &r, &o);
             int same = o.n == cut && !memcmp(o.out, whole, cut) && (expected < 0 ? o.finish == G4_FINISH_LENGTH : o.finish == G4_FINISH_STOP_STRING && !strcmp(stop[o.stop], stop[expected]));
             same &= !memcmp(o.ids, free_run.ids, sizeof *o.ids * (size_t)o.n_ids);
-            other += !same, broken += !o.whole;
+            other += !same, broken += !o.whole, late += o.late;
             if (expected >= 0) stopped++;
             else not_stopped++, by_length += r.max_new < 25;
             decode_all(tok, free_run.ids, free_run.n_ids, r.decode_flags, whole);
             split += expected >= 0 && strlen(stop[expected]) > 8;
         }
     }
-    CHECK(!other && !broken, "of 510 texts with stop strings %d differ from searching afterwards, %d have split characters", other, broken);
+    CHECK(!other && !broken && !late, "of 510 texts with stop strings %d differ from searching afterwards, %d have split characters; %d times too much was held back", other, broken, late);
     CHECK(stopped > 100 && not_stopped > 20 && by_length > 5 && split > 20, "the stop strings were too tame: %d, %d, %d, %d", stopped, not_stopped, by_length, split);
 
     /* a stop string that is a special token is its id, also where its text is left out */
@@ -609,8 +648,19 @@ static void check_text(void) {
     int32_t id = g4_token_id(tok, special), prompt[1] = {id};
     g4_request r = {.prompt = prompt, .n_prompt = 1, .sampling = {.repeat_penalty = 1, .logit_bias = &(g4_logit_bias){id, 1000}, .n_logit_bias = 1}, .max_new = 5, .stop = stop, .n_stop = 1,
                     .decode_flags = G4_SKIP_SPECIAL};
-    run_text(e, &r, &o);
+    run_text(e, tok, &r, &o);
     CHECK(o.finish == G4_FINISH_STOP_ID && o.stop == id && !o.n && !o.n_ids, "a special token as stop string: finish %d, %d tokens", (int)o.finish, o.n_ids);
+
+    /* the first byte of a character is held back, and at the end it is U+FFFD: which may be a stop string */
+    int32_t byte = g4_token_id(tok, "<0xE2>");
+    CHECK(byte >= 0, "the shipped model has tokens for bytes");
+    for (int i = 0; i < 2; i++) {
+        const char *const replacement[1] = {i ? "\xef\xbf\xbd" : "x"};
+        r = (g4_request){.prompt = prompt, .n_prompt = 1, .sampling = {.repeat_penalty = 1, .logit_bias = &(g4_logit_bias){byte, 1000}, .n_logit_bias = 1}, .max_new = 1, .stop = replacement, .n_stop = 1};
+        run_text(e, tok, &r, &o);
+        CHECK(o.n_ids == 1 && (i ? o.finish == G4_FINISH_STOP_STRING && !o.n : o.finish == G4_FINISH_LENGTH && o.n == 3 && !memcmp(o.out, "\xef\xbf\xbd", 3)),
+              "half a character at the end: finish %d, %zu bytes", (int)o.finish, o.n);
+    }
 
     /* log-probabilities are the model's own, whatever the sampling; held against teacher forcing. A penalty that rewards repetition makes drafts right */
     r = (g4_request){.prompt = prompt, .n_prompt = 1, .sampling = {.temperature = 2, .top_k = 50, .top_p = 0.9f, .repeat_penalty = 0.1f, .seed = 4}, .max_new = 20, .top_logprobs = 3, .ignore_eos = 1};
