@@ -374,6 +374,7 @@ static int add_part(g4_gguf *g, const char *path, const unsigned char *data, siz
     cursor c = {.begin = f->data, .p = f->data, .end = f->data + f->size, .path = path, .err = err};
     if (read_keys(&c, f, &n)) return -1;
     if (keys_only) return 0;
+    if (g->n + n > COUNT_MAX) return g4_fail(err, "%s: with the parts before it more than %d tensors", path, COUNT_MAX);
     tensor *tensors = realloc(g->tensors, ((size_t)g->n + (size_t)n + 1) * sizeof *tensors);
     if (!tensors) return g4_fail(err, "%s: no memory for %llu tensors", path, (unsigned long long)n);
     g->tensors = tensors;
@@ -425,6 +426,7 @@ static g4_gguf *open_all(const char *path, const unsigned char *data, size_t siz
     if (!failed && no > 0)
         failed = g4_fail(err, "%s: is part %lld of the %lld that a model was split into; give the first, whose name ends in -00001-of-%05lld.gguf", path,
                          (long long)no + 1, (long long)count, (long long)count);
+    if (!failed && count > 1 && !keys_only && data) failed = g4_fail(err, "%s: is the first of %lld parts (split.count); expected a whole model", path, (long long)count);
     if (!failed && count > 1 && !keys_only) failed = add_other_parts(g, path, (int)count, options, err);
     if (!failed) {
         g->order = malloc(((size_t)g->n + 1) * sizeof *g->order);

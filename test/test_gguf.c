@@ -979,8 +979,15 @@ static void test_splits(void) {
             g4_close(m);
         }
     }
-    m = NULL;
     write_sheet("model.gguf", &s);
+    bytes b = image(&s, 0, NULL, NULL);
+    g4_gguf *g = g4_gguf_parse(b.p, b.n, "memory", 0, &err);
+    says(!g, "a part in memory", "memory: is the first of 3 parts (split.count); expected a whole model");
+    g4_gguf_close(g);
+    g = g4_gguf_parse(b.p, b.n, "memory", 1, &err);
+    CHECK(g, "the keys of a part in memory: %s", err.text);
+    g4_gguf_close(g);
+    free(b.p);
     m = open_file("model.gguf");
     says(!m, "a part with another name", "model.gguf: is the first of 3 parts (split.count); expected its name to end in -00001-of-00003.gguf");
     g4_close(m);
