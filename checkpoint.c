@@ -1922,7 +1922,11 @@ static int bind_model(g4_model *m, const char *directory, const g4_options *opti
 static int open_config(g4_model *m, const char *directory, const g4_options *options, g4_error *err) {
     char *path = join_path(directory, "config.json"), *generation = join_path(directory, "generation_config.json");
     g4_file file = {0};
-    int failed = !path || !generation ? g4_fail(err, "%s: out of memory", directory) : open_text(&file, path, options, err);
+    listing l = {0};
+    int failed = !path || !generation ? g4_fail(err, "%s: out of memory", directory) : 0;
+    if (!failed && os_kind(path) == PATH_MISSING && !os_list(directory, look_at_name, &l) && has_suffix(l.other, ".gguf"))
+        failed = g4_fail(err, "%s: has no config.json, but %s: to run that, give the file itself", directory, show(l.other).text);
+    if (!failed) failed = open_text(&file, path, options, err);
     if (!failed) {
         failed = g4_config_parse(&m->config, (const char *)file.data, file.size, path, options, err);
         g4_file_close(&file);

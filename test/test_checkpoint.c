@@ -1233,6 +1233,10 @@ static void directories(void) {
     clear();
     says(open_model(), "an empty directory", "config.json: cannot open");
     g4_checkpoint_close(&model);
+    write_text("model.gguf", "GGUF");
+    says(open_model(), "a directory of GGUF files", ": has no config.json, but model.gguf: to run that, give the file itself");
+    g4_checkpoint_close(&model);
+    clear();
     char *blanks = malloc((16 << 20) + 1);
     if (!blanks) exit(2);
     memset(blanks, ' ', (16 << 20) + 1);
