@@ -1271,6 +1271,9 @@ static void test_lies(void) {
     }
     free(b.p);
     tiny();
+    set_array(&s, "a", I32, (uint64_t)1 << 62); /* its bytes are 0 in 64 bits */
+    refuses(&s, "an array of 2^62 numbers", "(a): 4611686018427387904 i32 are announced");
+    tiny();
     put_text(set_array(&s, "tokenizer.ggml.tokens", STRING, (uint64_t)1 << 60), "x", 1);
     refuses(&s, "an array of 2^60 strings", "(tokenizer.ggml.tokens): 1152921504606846976 strings are announced");
     put_text(set_array(&s, "tokenizer.ggml.tokens", STRING, 100), "x", 1);
