@@ -926,6 +926,50 @@ static void test_container(void) {
     free(expected);
 }
 
+/* Every type of value, by the two functions that read them. */
+static void test_values(void) {
+    static const struct {
+        int type;
+        double x;
+        int whole; /* it can be asked for as an integer */
+    } cases[] = {{U8, 255, 1},     {I8, -5, 1},         {I8, -128, 1},      {U16, 65535, 1}, {I16, -300, 1}, {U32, 4294967295.0, 1}, {I32, -2147483648.0, 1},
+                 {F32, 0.5, 0},    {F64, -1e300, 0},    {U64, 1e18, 1},     {I64, -1e18, 1}, {I64, -1, 1},   {BOOL, 1, 1},           {U64, 9223372036854775808.0, 0}};
+    clear(&s);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char name[8];
+        snprintf(name, sizeof name, "n%zu", i);
+        set_number(&s, name, cases[i].type, cases[i].x);
+    }
+    set_text(&s, "text", "7");
+    set_numbers(&s, "several", I16, 3, (int[]){1, -2, 3});
+    bytes b = image(&s, 0, NULL, NULL);
+    g4_gguf *g = g4_gguf_parse(b.p, b.n, "memory", 0, &err);
+    CHECK(g, "%s", err.text);
+    for (size_t i = 0; g && i < sizeof cases / sizeof cases[0]; i++) {
+        char name[8];
+        int64_t whole = 0;
+        double x = 0;
+        snprintf(name, sizeof name, "n%zu", i);
+        const g4_gguf_key *k = g4_gguf_find(g, name);
+        int none = g4_gguf_int(k, 0, &whole), no_number = g4_gguf_double(k, 0, &x);
+        CHECK(none == -!cases[i].whole && (none || whole == (int64_t)cases[i].x), "%s: %lld, expected %g", name, (long long)whole, cases[i].x);
+        if (cases[i].type == BOOL || cases[i].x > 9e18) CHECK(no_number, "%s is %g", name, x);
+        else CHECK(!no_number && x == cases[i].x, "%s: %g, expected %g", name, x, cases[i].x);
+        CHECK(g4_gguf_int(k, 1, &whole) && g4_gguf_double(k, 1, &x), "%s has a second element", name);
+    }
+    if (g) {
+        int64_t whole = 0;
+        double x;
+        const g4_gguf_key *k = g4_gguf_find(g, "several");
+        CHECK(k->is_array && k->n == 3 && !g4_gguf_int(k, 1, &whole) && whole == -2 && g4_gguf_int(k, 3, &whole), "an array of three");
+        k = g4_gguf_find(g, "text");
+        CHECK(g4_gguf_int(k, 0, &whole) && g4_gguf_double(k, 0, &x), "a text that is no number");
+        CHECK(!g4_gguf_find(g, "sever") && !g4_gguf_find(g, "severals"), "a name in part");
+    }
+    g4_gguf_close(g);
+    free(b.p);
+}
+
 /* Three parts: the first holds only keys, as some are published. */
 static void test_splits(void) {
     static const char *const names[] = {"split-00001-of-00003.gguf", "split-00002-of-00003.gguf", "split-00003-of-00003.gguf"};
@@ -1078,6 +1122,9 @@ static void test_refused_keys(void) {
         set_text(&s, texts[i].name, texts[i].text);
         refuses(&s, texts[i].name, texts[i].parts);
     }
+    tiny();
+    set_numbers(&s, "gemma4.block_count", U32, 1, (int[]){4});
+    refuses(&s, "an array of one", "gemma4.block_count: expected an integer from 1 to 4096, found an array of 1 u32");
     tiny();
     set_number(&s, "general.architecture", U32, 4);
     refuses(&s, "an architecture of 4", "general.architecture: expected \"gemma4\" (this program runs no other architecture), found 4");
@@ -1598,6 +1645,7 @@ int main(int argc, char **argv) {
     test_rope_freqs();
     test_generation();
     test_container();
+    test_values();
     test_splits();
     test_refused_keys();
     test_refused_tensors();
