@@ -1145,6 +1145,10 @@ static void test_refused_keys(void) {
     tiny();
     drop_key(&s, "gemma4.rope.dimension_count_swa");
     refuses(&s, "dimension_count_swa is dimension_count", "gemma4.rope.dimension_count_swa: expected 4, gemma4.attention.key_length_swa, found 8");
+    static const char *const lengths[] = {"gemma4.attention.key_length", "gemma4.attention.value_length", "gemma4.rope.dimension_count"};
+    tiny();
+    for (int i = 0; i < 3; i++) set_number(&s, lengths[i], U32, 7);
+    refuses(&s, "odd heads", "gemma4.attention.key_length: expected an even number of at least 2, found 7; RoPE rotates pairs");
     tiny();
     set_array(&s, "a", ARRAY, 0);
     refuses(&s, "an array of arrays", "(a) is an array of arrays");
@@ -1227,6 +1231,13 @@ static void test_refused_tensors(void) {
     tiny();
     drop_item(&s, "token_embd.weight");
     refuses(&s, "no embeddings", "tensor token_embd.weight is missing");
+    tiny();
+    item *large = find_item(&s, "token_embd.weight"); /* of bytes, I8, which nothing else here is */
+    large->type = 24;
+    large->ne[0] = 1;
+    large->ne[1] = large->bytes = (1 << 24) + 1;
+    large->data = large->own = room(large->bytes);
+    refuses(&s, "too many rows", "tensor token_embd.weight: expected at most 16777216 rows, found 16777217");
     tiny();
     drop_item(&s, "per_layer_token_embd.weight");
     refuses(&s, "no per-layer embeddings", "tensor per_layer_token_embd.weight is missing");
