@@ -5,7 +5,8 @@
  *
  * One id at a time, with g4_answer_push, is the only way through; g4_answer_read pushes them all. The prompt that is answered is chat.c's.
  *
- * Reading order: g4_answer_push at the end of part 3 names the states. Then: 1. text      2. reasoning and content      3. calls      4. an answer as a whole
+ * Reading order: g4_answer_push at the end of part 3 goes from state to state. Then:
+ *     1. text      2. reasoning and content      3. calls, and the ids one by one      4. an answer as a whole
  */
 #include "gemma4.h"
 
@@ -57,9 +58,7 @@ static void append(text *t, const char *s, size_t n) {
     t->s[t->n] = 0;
 }
 
-/* ---- 2. Reading an answer --------------------------------------------------------------------------------------------- */
-
-enum { MOST_DEPTH = 64 /* of a call's arguments, as of JSON */, QUOTE = 256, END = -1 };
+/* ---- 2. Reasoning and content ----------------------------------------------------------------------------------------- */
 
 static const char thought[] = "thought\n"; /* the label behind <|channel> */
 
@@ -148,6 +147,10 @@ static int end_reasoning(g4_answer *a, g4_error *err) {
     a->newline = 0;
     return 0;
 }
+
+/* ---- 3. Calls, and the ids one by one --------------------------------------------------------------------------------- */
+
+enum { MOST_DEPTH = 64 /* of a call's arguments, as of JSON */, QUOTE = 256, END = -1 };
 
 /* The text of a call, in which the places of <|"|> are known from the ids: a string may hold anything else. */
 typedef struct call_reader {
@@ -239,7 +242,7 @@ static int read_value(call_reader *c, int depth) {
         const char *word = c->in.s + begin;
         size_t n = c->at - begin;
         if ((n == 4 && (!memcmp(word, "true", 4) || !memcmp(word, "null", 4))) || (n == 5 && !memcmp(word, "false", 5)) ||
-            (n && strchr("-0123456789", *word))) {
+            (n && (*word == '-' || (*word >= '0' && *word <= '9')))) {
             append(&c->json, word, n);
             return 0;
         }
@@ -268,6 +271,7 @@ static int read_call(call_reader *c, const char **name, size_t *n_name) {
     skip_blanks(c);
     if (c->in.n - c->at < 5 || memcmp(c->in.s + c->at, "call:", 5) || (c->n_quotes && c->quotes[0] < c->at + 5)) return fault(c, "call:NAME{...}");
     c->at += 5;
+    skip_blanks(c);
     size_t begin = c->at, end;
     for (int b; (b = peek(c)) != END && b != QUOTE && b != '{';) skip(c);
     for (end = c->at; end > begin && is_blank(c->in.s[end - 1]); end--) {}

@@ -7,7 +7,7 @@
  * Both templates print whatever types they are given, by the rules of Jinja and Python: a member that is not there prints as nothing, a list as Python
  * spells it. Those rules are part 2. What the template refuses is refused here, and a little that it would render is refused too: see `refuse`.
  *
- * Reading order: render at the end of part 3 follows the template from top to bottom; put_parameters above it is the template's largest macro. Then:
+ * Reading order: render at the end of part 3 follows the template from top to bottom; put_parameter above it is the template's largest macro. Then:
  *     1. text      2. values, as Jinja and Python see them      3. the template      4. the prompt's ids
  *     5. which template a checkpoint has
  */
@@ -285,7 +285,7 @@ static void path_of(const renderer *r, uint32_t node, char *path, size_t room) {
     const g4_json_node *nodes = r->j->nodes;
     size_t n = 0;
     path[0] = 0;
-    for (uint32_t at = r->request; at != node && n + 40 < room;) {
+    for (uint32_t at = r->request; at != node && nodes[at].kind >= G4_JSON_ARRAY && nodes[at].first && n + 40 < room;) {
         uint32_t index = 0, child = nodes[at].first;
         for (uint32_t next; (next = nodes[child].next) && next <= node; child = next) index++;
         if (nodes[at].kind == G4_JSON_ARRAY) n += (size_t)snprintf(path + n, room - n, "[%u]", (unsigned)index);

@@ -660,7 +660,7 @@ static void test_answers(const g4_tokenizer *tok) {
         {CALL("call:f{a:" Q "}{,:[]call:\\n\n" Q "}"), 0, "", "", "call f {\"a\":\"}{,:[]call:\\\\n\\u000a\"}\n"},
         {CALL("call:f{a:[1,-2.5e3,true,false,null,[],{}," Q Q "],b:{c:{d:[" Q "x" Q "]}}}"), 0, "", "",
          "call f {\"a\":[1,-2.5e3,true,false,null,[],{},\"\"],\"b\":{\"c\":{\"d\":[\"x\"]}}}\n"},
-        {CALL(" call:f { a : 1 , " Q "b c" Q " : [ 1 , 2 ] } "), 0, "", "", "call f {\"a\":1,\"b c\":[1,2]}\n"},
+        {CALL(" call: f { a : 1 , " Q "b c" Q " : [ 1 , 2 ] } "), 0, "", "", "call f {\"a\":1,\"b c\":[1,2]}\n"},
         {CALL("call:ns.f-2:x{größe:1}"), 0, "", "", "call ns.f-2:x {\"gr\\u00f6\\u00dfe\":1}\n"},
         /* reported, never lost */
         {"a" CALL("call:f{a:1") "b", 0, "", "ab", "bad <|tool_call>call:f{a:1<tool_call|>\n"},
