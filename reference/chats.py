@@ -71,6 +71,7 @@ EXAMPLES = [
     {"messages": [user("a"), model("b", reasoning="early"), user("c"), model("d", reasoning_content="late")]},
     {"messages": [user("a"), model("b", reasoning="early", tool_calls=[CALL]), ANSWER, user("c"), model("d", thinking="late")], "preserve_thinking": True},
     {"messages": [user("a"), model("b", reasoning="early", tool_calls=[CALL]), ANSWER, user("c"), model("d", reasoning="", reasoning_content="late")]},
+    {"messages": [user("a"), model("b", reasoning="early"), user("c"), model("d", reasoning="r", reasoning_content="c", thinking="t")], "preserve_thinking": True},
     # tools
     {"messages": [user("Weather?")], "tools": [TOOL], "add_generation_prompt": True},
     {"messages": [{"role": "system", "content": "S"}, user("Weather?")], "tools": [TOOL, {"type": "function", "function": {"name": "noop", "description": ""}}],

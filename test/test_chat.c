@@ -672,6 +672,8 @@ static void test_answers(const g4_tokenizer *tok) {
         {CALL("call:f{a:01}"), 0, "", "", "bad <|tool_call>call:f{a:01}<tool_call|>\n"},
         {CALL("call:f{a:-}"), 0, "", "", "bad <|tool_call>call:f{a:-}<tool_call|>\n"},
         {CALL("call:f{a:1,}"), 0, "", "", "bad <|tool_call>call:f{a:1,}<tool_call|>\n"},
+        {CALL("call:f{a:1 b:2}"), 0, "", "", "bad <|tool_call>call:f{a:1 b:2}<tool_call|>\n"},
+        {CALL("call:f{a:[1 2]}"), 0, "", "", "bad <|tool_call>call:f{a:[1 2]}<tool_call|>\n"},
         {CALL("call:f{,}"), 0, "", "", "bad <|tool_call>call:f{,}<tool_call|>\n"},
         {CALL("call:f{:1}"), 0, "", "", "bad <|tool_call>call:f{:1}<tool_call|>\n"},
         {CALL("call:f{a}"), 0, "", "", "bad <|tool_call>call:f{a}<tool_call|>\n"},
