@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Makes chat requests with what transformers renders them to: JSON lines for `test_chat compare`.
+"""Makes chat requests with what transformers renders them to, and answers with what it reads out of them: JSON lines for `test_chat compare`.
 
     python reference/chats.py TEMPLATES OUT.jsonl [--count 2000] [--seed 0] [--examples]
+    python reference/chats.py --answers OUT.jsonl [--count 2000] [--seed 0]
     python reference/chats.py --tables
 
 TEMPLATES is a directory with Google's two templates, which are not part of this project: of its *.jinja files the one with "31b" or "large" in its name is
@@ -9,9 +10,12 @@ the large models', the other the small ones'. A line is {"request": ..., "small"
 --examples puts the chats of EXAMPLES below in front; test/chats.jsonl was made with --examples --count 24 --seed 7. About a third of the random requests are
 broken somewhere: a member is missing, doubled, or of another type. Left out is what chat.c refuses by itself (see `refuse` there).
 
+--answers makes answers of a model, and what transformers' parser reads out of them: {"answer": ..., "reasoning": ..., "content": ..., "calls": [{"name": ..., "arguments":
+...}, ...]}, without the white space at both ends. test/answers.jsonl was made with --count 120 --seed 7.
+
 --tables prints lower_case, upper_case and unprintable of chat.c.
 
-Reading order: EXAMPLES, Maker, main.
+Reading order: EXAMPLES, Maker, main; Answers.
 """
 import argparse
 import copy
@@ -290,6 +294,56 @@ class Maker:
                     node[key] = copy.deepcopy(other[from_key])
 
 
+class Answers:
+    """A random answer. The strings hold no special tokens: transformers reads the text and not the ids."""
+    WORDS = ["hello", "Zürich", "\n", "  ", "a{b}", "it's \"x\"", "日本", "1.5", "call:f{}", "thought", ":", ",", "\\n", "<b>", "😀"]
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def text(self, most):
+        return " ".join(self.rng.choice(self.WORDS) for _ in range(self.rng.randint(0, most)))
+
+    def value(self, depth=0):
+        kind = self.rng.randrange(4 if depth > 2 else 6)
+        if kind == 0:
+            return '<|"|>' + self.text(4) + '<|"|>'
+        if kind < 4:
+            return self.rng.choice(["1", "-2.5", "1e5", "0", "true", "false", "null", '<|"|><|"|>'])
+        if kind == 4:
+            return "[" + ",".join(self.value(depth + 1) for _ in range(self.rng.randint(0, 3))) + "]"
+        return self.members(depth + 1)
+
+    def members(self, depth=0):
+        return "{" + ",".join("k%d:%s" % (i, self.value(depth)) for i in range(self.rng.randint(0, 3))) + "}"
+
+    def answer(self):
+        s = ""
+        if self.rng.random() < 0.6:
+            s += "<|channel>thought\n" + self.text(6) + self.rng.choice(["", "\n"]) + "<channel|>"
+        if self.rng.random() < 0.7:
+            s += self.text(6)
+        for _ in range(self.rng.choice([0, 0, 1, 2, 3])):
+            s += "<|tool_call>call:fn_%d%s<tool_call|>" % (self.rng.randint(0, 9), self.members())
+        return s + self.rng.choice(["<turn|>", "<eos>", "<|tool_response>", ""])
+
+
+def write_answers(path, count, seed):
+    from transformers.cli.serving import utils
+    from transformers.utils.chat_parsing import ResponseParser
+    template = next(t for models, t in utils._RESPONSE_TEMPLATE_FALLBACKS.items() if "gemma4" in models)
+    maker = Answers(random.Random(seed))
+    with open(path, "w", encoding="ascii") as out:
+        for _ in range(count):
+            answer = maker.answer()
+            parser = ResponseParser(template, prefix="<|turn>model\n")
+            parser.feed(answer)
+            message, _ = parser.finalize()
+            calls = [call["function"] for call in message.get("tool_calls", [])]
+            out.write(json.dumps({"answer": answer, "reasoning": message.get("reasoning_content", ""), "content": message.get("content", ""), "calls": calls}) + "\n")
+    print("%s: %d answers" % (path, count))
+
+
 def refused_by_us(request):
     """Whether chat.c refuses what transformers might render."""
     messages = request.get("messages")
@@ -313,10 +367,14 @@ def main():
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--examples", action="store_true")
+    parser.add_argument("--answers")
     parser.add_argument("--tables", action="store_true")
     args = parser.parse_args()
     if args.tables:
         print_tables()
+        return
+    if args.answers:
+        write_answers(args.answers, args.count, args.seed)
         return
     if not args.out:
         parser.error("expected TEMPLATES and OUT.jsonl")

@@ -66,6 +66,8 @@ count $? quants
 build/venv/bin/python test/python.py > "$log" 2>&1
 count $? python
 
+build/venv/bin/python reference/chats.py --answers build/answers.jsonl --count 2000 --seed "$seed" > "$log" 2>&1 && build/test_chat compare build/answers.jsonl > "$log" 2>&1
+count $? answers
 if [ -d "${SHARED:-none}/templates" ]; then
     build/venv/bin/python reference/chats.py "$SHARED/templates" build/chats.jsonl --count 2000 --seed "$seed" > "$log" 2>&1 && build/test_chat compare build/chats.jsonl > "$log" 2>&1
     count $? chats

@@ -1,7 +1,7 @@
 /* test_chat.c - chats: requests to prompts against transformers' rendering, prompts to ids, answers from ids to parts, `gemma4 template`.
  *
- *     test_chat [GEMMA4]             the tests; test/chats.jsonl is what transformers rendered
- *     test_chat compare FILE.jsonl   prompts made by reference/chats.py, any number of them
+ *     test_chat [GEMMA4]             the tests; test/chats.jsonl is what transformers rendered, test/answers.jsonl what it read
+ *     test_chat compare FILE.jsonl   prompts or answers made by reference/chats.py, any number of them
  *
  * With SHARED set, $SHARED/fixtures/chats.jsonl is compared too and the templates there must be recognised; with G4_TOKENIZER_JSON set to a tokenizer.json
  * of the real vocabulary, the tests on answers are made with it as well.
@@ -15,6 +15,7 @@
 #include <math.h>
 
 static g4_error err;
+static g4_tokenizer *shipped; /* models/austen */
 
 /* ---- Tools ------------------------------------------------------------------------------------------------------------ */
 
@@ -120,6 +121,54 @@ static int is_sound(const g4_chat_prompt *p) {
     return 1;
 }
 
+/* Equal but for the order of members; numbers by their value. */
+static int is_equal(const g4_json *a, uint32_t x, const g4_json *b, uint32_t y) {
+    const g4_json_node *m = &a->nodes[x], *n = &b->nodes[y];
+    double p = 0, q = 0;
+    if (m->kind != n->kind) return 0;
+    if (m->kind == G4_JSON_NUMBER) return !g4_json_double(a, x, &p) && !g4_json_double(b, y, &q) && p == q;
+    if (m->size != n->size) return 0;
+    if (m->kind == G4_JSON_STRING) return !memcmp(g4_json_string(a, x), g4_json_string(b, y), m->size);
+    for (uint32_t i = m->kind >= G4_JSON_ARRAY ? m->first : 0, k = n->first; i; i = a->nodes[i].next) {
+        if (m->kind == G4_JSON_OBJECT) k = g4_json_get(b, y, a->text + a->nodes[i].key);
+        if (!k || !is_equal(a, i, b, k)) return 0;
+        if (m->kind == G4_JSON_ARRAY) k = b->nodes[k].next;
+    }
+    return 1;
+}
+
+/* s [n] without its ends' white space is the string of the node. */
+static int is_stripped(const char *s, size_t n, const g4_json *j, uint32_t node) {
+    while (n && strchr(" \t\n", *s)) s++, n--;
+    while (n && strchr(" \t\n", s[n - 1])) n--;
+    return n == j->nodes[node].size && !memcmp(s, g4_json_string(j, node), n);
+}
+
+/* A line with an answer: what transformers' parser reads. */
+static int compare_answer(const g4_json *j, const char *name, int number) {
+    uint32_t text = g4_json_get(j, 0, "answer"), calls = g4_json_get(j, 0, "calls");
+    int32_t *ids = NULL;
+    size_t n = 0;
+    g4_message m = {0};
+    if (g4_encode(shipped, g4_json_string(j, text), j->nodes[text].size, 0, &ids, &n, &err) || g4_answer_read(shipped, 0, ids, n, &m, &err)) {
+        printf("%s:%d: %s\n", name, number, err.text);
+        return 1;
+    }
+    int bad = !is_stripped(m.reasoning, m.n_reasoning, j, g4_json_get(j, 0, "reasoning")) || !is_stripped(m.content, m.n_content, j, g4_json_get(j, 0, "content")) ||
+              j->nodes[calls].size != (uint32_t)m.n_calls;
+    uint32_t call = j->nodes[calls].first;
+    for (int i = 0; i < m.n_calls && !bad; i++, call = j->nodes[call].next) {
+        g4_json arguments = {0};
+        bad = !m.calls[i].name || strcmp(m.calls[i].name, g4_json_string(j, g4_json_get(j, call, "name"))) ||
+              g4_json_parse(&arguments, m.calls[i].text, m.calls[i].n, "arguments", &err) || !is_equal(&arguments, 0, j, g4_json_get(j, call, "arguments"));
+        g4_json_free(&arguments);
+    }
+    if (bad) printf("%s:%d: reasoning \"%s\", content \"%s\", %d calls, the first %s\n", name, number, m.reasoning, m.content, m.n_calls, m.n_calls ? m.calls[0].text : "");
+    g4_message_free(&m);
+    g4_free(ids);
+    return bad;
+}
+
 /* One line of reference/chats.py, or of the shared chats, which have one family each. */
 static int compare_line(const char *line, size_t n, const char *name, int number) {
     g4_json j;
@@ -127,6 +176,11 @@ static int compare_line(const char *line, size_t n, const char *name, int number
     if (g4_json_parse(&j, line, n, "line", &err)) {
         printf("%s:%d: %s\n", name, number, err.text);
         return 1;
+    }
+    if (g4_json_get(&j, 0, "answer")) {
+        bad = compare_answer(&j, name, number);
+        g4_json_free(&j);
+        return bad;
     }
     uint32_t request = g4_json_get(&j, 0, "request"), template_name = g4_json_get(&j, 0, "template");
     for (int family = 0; family < 2; family++) {
@@ -842,19 +896,6 @@ static void append_random_value(string *json, int depth, int object) {
     free(t.s);
 }
 
-/* Equal but for the order of members. */
-static int is_equal(const g4_json *a, uint32_t x, const g4_json *b, uint32_t y) {
-    const g4_json_node *m = &a->nodes[x], *n = &b->nodes[y];
-    if (m->kind != n->kind || m->size != n->size) return 0;
-    if (m->kind == G4_JSON_STRING || m->kind == G4_JSON_NUMBER) return !memcmp(g4_json_string(a, x), g4_json_string(b, y), m->size);
-    for (uint32_t i = m->kind >= G4_JSON_ARRAY ? m->first : 0, k = n->first; i; i = a->nodes[i].next) {
-        if (m->kind == G4_JSON_OBJECT) k = g4_json_get(b, y, a->text + a->nodes[i].key);
-        if (!k || !is_equal(a, i, b, k)) return 0;
-        if (m->kind == G4_JSON_ARRAY) k = b->nodes[k].next;
-    }
-    return 1;
-}
-
 /* A call that is rendered into a prompt and read from its ids is the same call, whatever its strings hold. */
 static void test_there_and_back(const g4_tokenizer *tok, int rounds) {
     for (int round = 0; round < rounds; round++) {
@@ -1001,23 +1042,26 @@ static void test_with(const g4_tokenizer *tok, int rounds) {
 }
 
 int main(int argc, char **argv) {
-    if (argc == 3 && !strcmp(argv[1], "compare")) {
-        compare_file(argv[2]);
+    shipped = g4_tokenizer_open("models/austen", &err);
+    if (!shipped) {
+        CHECK(shipped != NULL, "%s", err.text);
         return test_done("test_chat");
     }
-    g4_tokenizer *tok = g4_tokenizer_open("models/austen", &err);
-    if (!tok) {
-        CHECK(tok != NULL, "%s", err.text);
+    if (argc == 3 && !strcmp(argv[1], "compare")) {
+        compare_file(argv[2]);
+        g4_tokenizer_close(shipped);
         return test_done("test_chat");
     }
     compare_file("test/chats.jsonl");
+    compare_file("test/answers.jsonl");
     test_prompts();
     test_refusals();
     test_numbers();
-    test_with(tok, 300);
-    test_hostile(tok, 4000);
-    g4_tokenizer_close(tok);
+    test_with(shipped, 300);
+    test_hostile(shipped, 4000);
+    g4_tokenizer_close(shipped);
     const char *real = getenv("G4_TOKENIZER_JSON");
+    g4_tokenizer *tok;
     if (real && (tok = g4_tokenizer_open(real, &err))) {
         static const int32_t hello[] = {2, 105, 2364, 107, 9259, 106, 107, 105, 4368, 107};
         int32_t *ids = NULL;
