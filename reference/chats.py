@@ -135,7 +135,7 @@ EXAMPLES = [
     # Python shows through
     {"messages": [{"role": "system", "content": [{"type": "text", "text": None}, {"text": 5}, "x", {}]}, {"role": "critic", "content": [{"type": "text"}]}, user(None), user(5)]},
     {"messages": [user("a")], "tools": [{"function": {"name": True, "description": ["it's", "\"q\"", "\n\x01\\"], "parameters": {"type": 1, "required": "ab", "properties": {
-        "x": 5, "y": {"type": "string", "description": {"a": [None, 1.5, True]}, "nullable": "no"}, "z": {"type": "array", "items": {"type": {"a": 1}}}}}}}]},
+        "x": 5, "y": {"type": "string", "description": {"a": [None, 1.5, True, False]}, "nullable": "no"}, "z": {"type": "array", "items": {"type": {"a": 1}}}}}}}]},
 ]
 
 

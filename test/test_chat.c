@@ -319,6 +319,15 @@ static void test_refusals(void) {
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_refused(cases[i].request, strlen(cases[i].request), cases[i].because);
 
+    /* a long path is cut between two characters */
+    string path = {0};
+    append_text(&path, "{\"messages\":[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{\"name\":\"f\",\"arguments\":{\"x");
+    for (int i = 0; i < 100; i++) append_text(&path, "\xc3\xbc");
+    append_text(&path, "\":1e999}}}]}]}");
+    check_refused(path.s, path.n, "\xc3\xbc...: 1e999 is too large");
+    CHECK(is_utf8(err.text, strlen(err.text)), "%s", err.text);
+    free(path.s);
+
     /* as deep as JSON may be, and deeper; a large text; NUL inside a text */
     string deep = {0};
     append_text(&deep, "{\"messages\":[" USER("a") ",{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{\"name\":\"f\",\"arguments\":{\"x\":");
@@ -526,6 +535,11 @@ static void test_families(void) {
     remove(in_dir("chat_template.jinja"));
     put_file("tokenizer_config.json", "{\"chat_template\":[{\"name\":\"rag\",\"template\":\"x\"},{\"name\":\"default\",\"template\":\"a\"}]}", 83);
     check_family(dir, &(g4_config){0}, G4_CHAT_LARGE, "the template in tokenizer_config.json (af63dc4c8601ec8c) is not known");
+    static const char *const none[] = {"{\"chat_template\":null}", "{\"chat_template\":[{\"name\":\"rag\",\"template\":\"x\"},5]}", "{\"chat_template\":[{\"name\":\"default\"}]}", "[]"};
+    for (int i = 0; i < 4; i++) {
+        put_file("tokenizer_config.json", none[i], strlen(none[i]));
+        check_family(dir, &(g4_config){0}, G4_CHAT_LARGE, "has no chat template");
+    }
     put_file("tokenizer_config.json", "{\"chat_template\":", 17);
     CHECK(g4_chat_family_of(dir, NULL, NULL, &family, &err) == -1 && strstr(err.text, "tokenizer_config.json"), "%s", err.text);
     remove(in_dir("tokenizer_config.json"));
@@ -784,6 +798,22 @@ static void test_answers(const g4_tokenizer *tok) {
               "%s: %s", faults[i][0], m.n_calls ? m.calls[0].fault : "no call");
         g4_message_free(&m);
         g4_free(piece);
+    }
+    /* what is long is cut between two characters */
+    for (int shift = 0; shift < 2; shift++) {
+        string s = {0};
+        append_text(&s, "<|tool_call>call:f{a:");
+        append(&s, "x", (size_t)shift);
+        for (int i = 0; i < 100; i++) append_text(&s, "\xc3\xbc");
+        append_text(&s, "}<tool_call|>");
+        g4_message long_call;
+        size_t n_ids = encode(tok, s.s, &piece);
+        CHECK(!g4_answer_read(tok, 0, piece, n_ids, &long_call, &err) && long_call.n_calls == 1 && long_call.calls[0].fault, "%s", err.text);
+        const char *text = long_call.n_calls && long_call.calls[0].fault ? long_call.calls[0].fault : "";
+        CHECK(is_utf8(text, strlen(text)) && strlen(text) < 250 && strstr(text, "\xc3\xbc...\""), "%s", text);
+        g4_message_free(&long_call);
+        g4_free(piece);
+        free(s.s);
     }
     /* an id that is none */
     g4_message m;
