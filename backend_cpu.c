@@ -34,6 +34,7 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 #define PREFETCH(p) __builtin_prefetch(p)
+#define PREFETCH_2(p) __builtin_prefetch(p, 0, 2) /* into the second cache: the first can have only so many requests under way */
 #if defined(__clang__)
 #define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
 #else
@@ -44,10 +45,11 @@
 #define NOINLINE
 #define UNROLL
 #define PREFETCH(p) ((void)(p))
+#define PREFETCH_2(p) ((void)(p))
 #endif
 
 /* How the weights of a product lie in memory. */
-enum { HOST_FLOATS, LITTLE_BF16 };
+enum { HOST_FLOATS, LITTLE_BF16, LITTLE_F16 };
 
 /* y = W x for some rows of W and all tokens. The element for row o and token t goes to y[t * y_stride + o]. */
 typedef struct product {
@@ -56,7 +58,7 @@ typedef struct product {
     const unsigned char *w;   /* [rows][n] */
     size_t w_stride;          /* in bytes */
     g4_dtype type;
-    int widen;                /* the weights are neither HOST_FLOATS nor LITTLE_BF16: they are widened block by block */
+    int widen;                /* the weights are neither HOST_FLOATS nor LITTLE_BF16: they are widened block by block, unless a version knows better */
     const float *x;           /* [T][n] */
     size_t x_stride;          /* in floats */
     int T, n;
@@ -422,7 +424,7 @@ static void sum_values(const kernels *k, const g4_attention_args *a, const group
     float *o = a->o + b->q;
     for (int h = 0; h < b->heads; h++) memset(o + (size_t)h * dh + begin, 0, sizeof *o * (size_t)(end - begin));
     for (int j = 0, n; j < b->n; j += n) {
-        n = MIN(32, b->n - j);
+        n = MIN(16, b->n - j);
         size_t at = find_keys(a->kv, b, j, &n);
         k->weighted_sum(o, score + j, stride, a->kv->v + at, b->heads, dh, n, begin, end);
     }
@@ -1171,9 +1173,11 @@ static INLINE TARGET vec load_weights(int kind, const unsigned char *p, int part
     }
     p += 2 * LANES * part;
 #if LANES == 16
+    if (kind == LITTLE_F16) return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
     const __m512i halves = _mm512_set_epi32(0xf0000, 0xe0000, 0xd0000, 0xc0000, 0xb0000, 0xa0000, 0x90000, 0x80000, 0x70000, 0x60000, 0x50000, 0x40000, 0x30000, 0x20000, 0x10000, 0);
     return (vec)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, halves, _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)p)));
 #elif LANES == 8
+    if (kind == LITTLE_F16) return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
     return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16); /* a shuffle's mask would be a register too many */
 #elif LANES == 4
     typedef uint16_t eight __attribute__((vector_size(16)));
@@ -1204,10 +1208,13 @@ static INLINE TARGET void step(int R, int N, int kind, vec a[4][TOKENS][PARTS], 
     }
 }
 
-/* lanes [R][N][16], which begin with 0 if `fresh`, += R rows of weights by N tokens, n elements of each. The same rows at `soon` come next. */
+/* lanes [R][N][16], which begin with 0 if `fresh`, += R rows of weights by N tokens, n elements of each. What lies at `soon` in the same way comes next and is
+ * fetched meanwhile: short rows as one run of bytes, long ones row by row, whichever memory likes better. */
 static INLINE TARGET void tile(int R, int N, int kind, int fresh, float *lanes, const unsigned char *w, size_t w_stride, const unsigned char *soon, const float *x,
                                size_t x_stride, int n) {
     const size_t size = kind == HOST_FLOATS ? 4 : 2;
+    const int together = (size_t)n * size == w_stride && R * w_stride <= 16384;
+    const size_t soon_row = together ? 16 * size : w_stride, soon_step = together ? R * 16 * size : 16 * size;
     vec a[4][TOKENS][PARTS];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int t = 0; t < N; t++)
@@ -1217,8 +1224,8 @@ static INLINE TARGET void tile(int R, int N, int kind, int fresh, float *lanes, 
             UNROLL for (int t = 0; t < N; t++)
                 UNROLL for (int p = 0; p < PARTS; p++) a[r][t][p] = load(lanes + (r * N + t) * 16 + p * LANES);
     int i = 0;
-    for (; i + 16 <= n; i += 16) {
-        UNROLL for (int r = 0; r < R; r++) PREFETCH(soon + r * w_stride + i * size);
+    for (; i + 16 <= n; i += 16, soon += soon_step) {
+        UNROLL for (int r = 0; r < R; r++) PREFETCH_2(soon + r * soon_row);
         step(R, N, kind, a, w + i * size, w_stride, x + i, x_stride);
     }
     if (i < n) { /* zeros fill the step up: a lane is never -0, so adding 0 leaves it alone */
@@ -1291,7 +1298,7 @@ static INLINE TARGET void quantised_tile(int R, g4_dtype type, const product *m,
     const format *f = &formats[type];
     const int in_place = f->integers == BYTES || (f->integers == NIBBLES && LANES == 16), stride = in_place ? f->stride : 32;
     const int pieces = (m->n + 255) / 256, total = (end - begin) / R * pieces, bytes = 256 / g4_types[type].block * g4_types[type].bytes;
-    /* The R rows after these are fetched meanwhile: short ones as one run of bytes, long ones row by row, whichever memory likes better. */
+    /* The R rows after these are fetched meanwhile, as in tile(). */
     const size_t ahead = R * m->w_stride, together = ahead <= 16384;
     const size_t soon_row = together ? (size_t)bytes / 4 : m->w_stride, soon_step = (together ? R : 1) * (size_t)bytes / 4;
     const vec level = from_bytes(f->level, 0);
@@ -1401,11 +1408,11 @@ static TARGET void product_widened(const product *m, int begin, int end) {
                     const int t = T * g / groups, N = T * (g + 1) / groups - t;
                     const float *x = m->x + (size_t)(first + t) * m->x_stride + i;
                     for (int r = PANEL * g / groups; r < PANEL * (g + 1) / groups; r++)
-                        for (int k = 0; k < bytes; k += 64) PREFETCH(soon + r * m->w_stride + k);
+                        for (int k = 0; k < bytes; k += 64) PREFETCH_2(soon + r * m->w_stride + k);
                     for (int r = 0, R; r < rows; r += R) {
                         const unsigned char *at = (const unsigned char *)(w + r * BLOCK);
                         R = rows - r >= rows_of(N) ? rows_of(N) : 1;
-                        tile_of(R, N, HOST_FLOATS, i == 0, lanes + (t * PANEL + r * N) * 16, at, sizeof(float) * BLOCK, at + 512, x, m->x_stride, n);
+                        tile_of(R, N, HOST_FLOATS, i == 0, lanes + (t * PANEL + r * N) * 16, at, sizeof(float) * BLOCK, at, x, m->x_stride, n);
                     }
                 }
             }
@@ -1428,12 +1435,13 @@ static TARGET void product_rows(const product *m, int begin, int end) {
         return;
     }
 #endif
-    if (m->widen) {
+    const int halves = LANES > 4 && m->type == G4_TYPE_F16 && !m->round;
+    if (m->widen && !halves) {
         product_widened(m, begin, end);
         return;
     }
     float lanes[16 * TOKENS * 16];
-    const int groups = groups_of(m->T), kind = m->type == G4_TYPE_F32 ? HOST_FLOATS : LITTLE_BF16;
+    const int groups = groups_of(m->T);
     const size_t size = (size_t)g4_types[m->type].bytes;
     const int block = groups > 1 ? BLOCK : MAX(m->n, 1), panel = groups == 1 && rows_of(m->T) == 3 ? 12 : 16;
     for (int o = begin; o < end; o += panel) {
@@ -1444,10 +1452,12 @@ static TARGET void product_rows(const product *m, int begin, int end) {
                 const int n = MIN(block, m->n - i);
                 const float *x = m->x + (size_t)t * m->x_stride + i;
                 for (int r = 0, R; r < rows; r += R) {
-                    R = rows - r >= rows_of(N) && (N > 1 || m->n > 4096) ? rows_of(N) : 1;
+                    R = rows - r >= rows_of(N) && (N > 1 || m->n > 2048) ? rows_of(N) : 1;
                     const unsigned char *at = m->w + (size_t)(o + r) * m->w_stride + (size_t)i * size, *soon = at + R * m->w_stride;
-                    if (groups > 1) soon = at + 512;
-                    tile_of(R, N, kind, i == 0, lanes + r * N * 16, at, m->w_stride, soon, x, m->x_stride, n);
+                    float *to = lanes + r * N * 16;
+                    if (m->type == G4_TYPE_F32) tile_of(R, N, HOST_FLOATS, i == 0, to, at, m->w_stride, soon, x, m->x_stride, n);
+                    else if (halves) tile_of(R, N, LITTLE_F16, i == 0, to, at, m->w_stride, soon, x, m->x_stride, n);
+                    else tile_of(R, N, LITTLE_BF16, i == 0, to, at, m->w_stride, soon, x, m->x_stride, n);
                 }
             }
             for (int j = 0; j < N; j++) finish(m->y + (size_t)(t + j) * m->y_stride + o, lanes + j * 16, N, rows, m->round);
@@ -1457,14 +1467,17 @@ static TARGET void product_rows(const product *m, int begin, int end) {
 
 /* ---- The sum over V --------------------------------------------------------------------------------------------------------- */
 
-/* o [heads][dh] += p [heads][n] v [n][dh] for VECTORS vectors of columns, key after key. */
-static INLINE TARGET void sum_tile(int heads, int VECTORS, float *o, const float *p, size_t p_stride, const float *v, int dh, int n) {
+/* o [heads][dh] += p [heads][n] v [n][dh] for VECTORS vectors of columns, key after key. As many bytes of v as that are fetched from `soon` on. */
+static INLINE TARGET void sum_tile(int heads, int VECTORS, float *o, const float *p, size_t p_stride, const float *v, int dh, int n, const float *soon) {
     vec a[4][4];
     UNROLL for (int h = 0; h < heads; h++)
         UNROLL for (int c = 0; c < VECTORS; c++) a[h][c] = load(o + (size_t)h * dh + c * LANES);
     for (int j = 0; j < n; j++) {
         vec x[4];
-        UNROLL for (int c = 0; c < VECTORS; c++) x[c] = load(v + (size_t)j * dh + c * LANES);
+        UNROLL for (int c = 0; c < VECTORS; c++) {
+            x[c] = load(v + (size_t)j * dh + c * LANES);
+            if (c * LANES % 16 == 0 && soon) PREFETCH_2(soon + (j * VECTORS + c) * LANES);
+        }
         UNROLL for (int h = 0; h < heads; h++) {
             float weight = p[h * p_stride + j];
             UNROLL for (int c = 0; c < VECTORS; c++) a[h][c] += weight * x[c];
@@ -1474,23 +1487,24 @@ static INLINE TARGET void sum_tile(int heads, int VECTORS, float *o, const float
         UNROLL for (int c = 0; c < VECTORS; c++) store(o + (size_t)h * dh + c * LANES, a[h][c]);
 }
 
-/* o [heads][dh] += p [heads][n] v [n][dh], columns begin .. end - 1 */
+/* o [heads][dh] += p [heads][n] v [n][dh], columns begin .. end - 1. The n keys after these come next: each column fetches as many of their bytes. */
 static TARGET void sum_over_keys(float *o, const float *p, size_t p_stride, const float *v, int heads, int dh, int n, int begin, int end) {
-    enum { VECTORS = LANES == 16 ? 4 : 2 };
+    enum { VECTORS = LANES == 16 ? 4 : 2, WIDTH = VECTORS * LANES };
     for (int h = 0, some; h < heads; h += some) {
         some = heads - h >= 4 ? 4 : heads - h >= 2 ? 2 : 1;
         float *oh = o + (size_t)h * dh;
         const float *ph = p + h * p_stride;
         int c = begin;
-        for (; c + VECTORS * LANES <= end; c += VECTORS * LANES) {
-            if (some == 4) sum_tile(4, VECTORS, oh + c, ph, p_stride, v + c, dh, n);
-            else if (some == 2) sum_tile(2, VECTORS, oh + c, ph, p_stride, v + c, dh, n);
-            else sum_tile(1, VECTORS, oh + c, ph, p_stride, v + c, dh, n);
+        for (; c + WIDTH <= end; c += WIDTH) {
+            const float *soon = h ? NULL : v + (size_t)n * dh + (size_t)n * c;
+            if (some == 4) sum_tile(4, VECTORS, oh + c, ph, p_stride, v + c, dh, n, soon);
+            else if (some == 2) sum_tile(2, VECTORS, oh + c, ph, p_stride, v + c, dh, n, soon);
+            else sum_tile(1, VECTORS, oh + c, ph, p_stride, v + c, dh, n, soon);
         }
         for (; c + LANES <= end; c += LANES) {
-            if (some == 4) sum_tile(4, 1, oh + c, ph, p_stride, v + c, dh, n);
-            else if (some == 2) sum_tile(2, 1, oh + c, ph, p_stride, v + c, dh, n);
-            else sum_tile(1, 1, oh + c, ph, p_stride, v + c, dh, n);
+            if (some == 4) sum_tile(4, 1, oh + c, ph, p_stride, v + c, dh, n, NULL);
+            else if (some == 2) sum_tile(2, 1, oh + c, ph, p_stride, v + c, dh, n, NULL);
+            else sum_tile(1, 1, oh + c, ph, p_stride, v + c, dh, n, NULL);
         }
         for (; c < end; c++)
             for (int i = 0; i < some; i++)
