@@ -433,7 +433,6 @@ static void sum_values(const kernels *k, const g4_attention_args *a, const group
 }
 
 static void attention(const g4_run *run, const g4_attention_args *a) {
-    enum { KEYS = 64 };
     const kernels *k = KERNELS;
     const int threads = run->threads, groups = a->rows->T * a->kv->G, dh = a->kv->dh, round = run->precision == G4_BF16;
     int longest = 1;
@@ -457,14 +456,16 @@ static void attention(const g4_run *run, const g4_attention_args *a) {
         return;
     }
 
-    /* Few rows, as in decoding: all threads work on one group, first by keys, then by heads, then by columns. */
+    /* Few rows, as in decoding: all threads work on one group, first by keys, then by heads, then by columns; each loop ends when all have finished. */
+#pragma omp parallel num_threads(threads)
     for (int i = 0; i < groups; i++) {
         const group b = find_group(a, i);
-#pragma omp parallel for schedule(static) num_threads(threads)
-        for (int block = 0; block < (b.n + KEYS - 1) / KEYS; block++) find_scores(k, a, &b, a->scores, stride, block * KEYS, MIN(b.n, (block + 1) * KEYS), round);
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp for schedule(static)
+        for (int part = 0; part < threads; part++)
+            find_scores(k, a, &b, a->scores, stride, part_begin(b.n, part, threads), part_begin(b.n, part + 1, threads), round);
+#pragma omp for schedule(static)
         for (int h = 0; h < b.heads; h++) k->softmax(a->scores + h * stride, b.n, round);
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp for schedule(static)
         for (int part = 0; part < threads; part++) sum_values(k, a, &b, a->scores, stride, part_begin(dh, part, threads), part_begin(dh, part + 1, threads), round);
     }
 }
