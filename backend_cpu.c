@@ -149,7 +149,8 @@ static const format formats[G4_N_TYPES] = {
     [G4_TYPE_Q6_K] = {0, 0, 32, 0, 0, 4, {0}},
 };
 
-/* Up to 256 quantised weights of a row, taken apart: weight i is term[k] * q[i] + term[(256 >> shift) + k], k = i >> shift. */
+/* Up to 256 quantised weights of a row, taken apart: weight i is term[k] * q[i] + term[(256 >> shift) + k], k = i >> shift; where there is a
+ * second term, the first comes with its sign changed (see fused). */
 typedef struct piece {
     float term[32];
     int8_t q[256]; /* unless they can be read where they lie */
@@ -883,17 +884,18 @@ static INLINE TARGET float half_at(const unsigned char *p) {
 #endif
 }
 
-/* to [n] = n <= 8 halves, `stride` bytes apart */
-static INLINE TARGET void halves_at(float *to, const unsigned char *p, int stride, int n) {
+/* to [n] = n <= 8 halves, `stride` bytes apart, or those with their signs changed */
+static INLINE TARGET void halves_at(float *to, const unsigned char *p, int stride, int n, int minus) {
 #if LANES > 4
     if (n == 8) {
-        uint64_t four[2] = {0};
-        UNROLL for (int i = 0; i < 8; i++) four[i / 4] |= (uint64_t)load16(p + i * stride) << 16 * (i % 4);
+        const uint64_t signs = minus ? 0x8000800080008000 : 0;
+        uint64_t four[2] = {signs, signs};
+        UNROLL for (int i = 0; i < 8; i++) four[i / 4] ^= (uint64_t)load16(p + i * stride) << 16 * (i % 4);
         _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_set_epi64x((int64_t)four[1], (int64_t)four[0])));
         return;
     }
 #endif
-    for (int i = 0; i < n; i++) to[i] = float_of_half(load16(p + i * stride));
+    for (int i = 0; i < n; i++) to[i] = float_of_half(load16(p + i * stride) ^ (minus ? 0x8000u : 0));
 }
 
 /* The 8 scales and 8 minimums of a Q4_K or Q5_K, of 6 bits each. */
@@ -910,10 +912,10 @@ static INLINE TARGET void six_bits(float *term, const unsigned char *p) {
     uint32_t halves;
     memcpy(&halves, p, sizeof halves);
     __m128i six = _mm_shuffle_epi32(_mm_set_epi64x((int64_t)high, (int64_t)low), 0xd8);
-    __m512 d = _mm512_permutexvar_ps(which, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi32_si128((int)(halves ^ 0x80000000)))));
+    __m512 d = _mm512_permutexvar_ps(which, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi32_si128((int)(halves ^ 0x80008000)))));
     _mm512_storeu_ps(term, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(six)), d));
 #else
-    scale_eight(term, (low & 0xffffffff) | high << 32, half_at(p));
+    scale_eight(term, (low & 0xffffffff) | high << 32, -half_at(p));
     scale_eight(term + 8, low >> 32 | (high & 0xffffffff00000000), -half_at(p + 2));
 #endif
 }
@@ -927,11 +929,11 @@ static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned ch
     int8_t *q = to->q;
     switch (type) {
     case G4_TYPE_Q4_0: case G4_TYPE_Q8_0: case G4_TYPE_IQ4_NL:
-        halves_at(term, p, f->stride, runs);
+        halves_at(term, p, f->stride, runs, 0);
         break;
     case G4_TYPE_Q4_1:
-        halves_at(term, p, 20, runs);
-        halves_at(term + 8, p + 2, 20, runs);
+        halves_at(term, p, 20, runs, 1);
+        halves_at(term + 8, p + 2, 20, runs, 0);
         break;
     case G4_TYPE_MXFP4:
         for (int k = 0; k < 8; k++) {
@@ -940,14 +942,14 @@ static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned ch
         }
         break;
     case G4_TYPE_Q5_0:
-        halves_at(term, p, 22, runs);
+        halves_at(term, p, 22, runs, 0);
         for (int k = 0; k < runs; k++, p += 22, q += 32) {
             store32(q, or32(split(p + 6), where(~(load16(p + 2) | (uint32_t)load16(p + 4) << 16), 0xf0))); /* 16 or minus 16 comes to the same */
         }
         break;
     case G4_TYPE_Q5_1:
-        halves_at(term, p, 24, runs);
-        halves_at(term + 8, p + 2, 24, runs);
+        halves_at(term, p, 24, runs, 1);
+        halves_at(term + 8, p + 2, 24, runs, 0);
         for (int k = 0; k < runs; k++, p += 24, q += 32) {
             store32(q, or32(split(p + 8), where(load16(p + 4) | (uint32_t)load16(p + 6) << 16, 16)));
         }
@@ -955,7 +957,7 @@ static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned ch
     case G4_TYPE_Q2_K: {
         int8_t four[32];
         store32(four, split(p));
-        scale_bytes(term, four, half_at(p + 80));
+        scale_bytes(term, four, -half_at(p + 80));
         scale_bytes(term + 16, four + 16, -half_at(p + 82));
         for (int i = 0; i < 64; i += STEP) {
             byte_vec b = load_bytes(p + 16 + i);
@@ -1047,25 +1049,29 @@ static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned ch
 #endif
 }
 
-/* a * b + c, where the product is exact */
-static INLINE TARGET vec fused(float a, vec b, float c) {
+/* a * b + c, where the product is exact. A number that is spread over a vector on its own takes this shuffle's place in the processor; one that is an
+ * operand does not. So a comes with its sign changed, and `sign`, whose value the compiler does not know, changes it back. */
+static INLINE TARGET vec fused(float minus_a, vec b, float c, vec sign) {
 #if LANES == 16
-    return (vec)_mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)b, _mm512_set1_ps(c));
+    uint32_t bits = bits_of(minus_a);
+    __m512 a = (__m512)_mm512_xor_epi32((__m512i)sign, _mm512_set1_epi32((int)bits));
+    return (vec)_mm512_fmadd_ps(a, (__m512)b, _mm512_set1_ps(c));
 #elif LANES == 8
-    return (vec)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)b, _mm256_set1_ps(c));
+    (void)sign;
+    return (vec)_mm256_fnmadd_ps(_mm256_set1_ps(minus_a), (__m256)b, _mm256_set1_ps(c));
 #else
-    return a * b + c;
+    (void)sign;
+    return -minus_a * b + c;
 #endif
 }
 
 /* w [4][PARTS] = 64 weights (32, if `half`) of a type: their integers begin at q, those of the second 32 `stride` bytes on; k: number of their first scale */
-static INLINE TARGET void weights(vec w[4][PARTS], int half, g4_dtype type, const float *term, int k, const int8_t *q, int stride, vec level) {
+static INLINE TARGET void weights(vec w[4][PARTS], int half, g4_dtype type, const float *term, int k, const int8_t *q, int stride, vec level, vec sign) {
     const format *f = &formats[type];
     const float *scale = term + k, *plus = scale + (256 >> f->shift);
 #if LANES == 16
     if (f->integers == NIBBLES) { /* 16 floats that the nibbles stand for; an index is the low 4 bits of a number */
-        vec a = scale[0] * level, b;
-        if (f->plus) a = a + plus[0];
+        vec a = f->plus ? fused(scale[0], level, plus[0], sign) : scale[0] * level, b;
         __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)q)), high = _mm512_srli_epi32(low, 4);
         w[0][0] = (vec)_mm512_permutexvar_ps(low, (__m512)a);
         if (half) {
@@ -1073,19 +1079,18 @@ static INLINE TARGET void weights(vec w[4][PARTS], int half, g4_dtype type, cons
             return;
         }
         __m512i next = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(q + stride)));
-        b = scale[1] * level;
-        if (f->plus) b = b + plus[1];
+        b = f->plus ? fused(scale[1], level, plus[1], sign) : scale[1] * level;
         w[1][0] = (vec)_mm512_permutexvar_ps(f->crossed ? next : high, (__m512)a);
         w[2][0] = (vec)_mm512_permutexvar_ps(f->crossed ? high : next, (__m512)b);
         w[3][0] = (vec)_mm512_permutexvar_ps(_mm512_srli_epi32(next, 4), (__m512)b);
         return;
     }
 #endif
-    (void)level;
+    (void)level, (void)sign;
     for (int i = 0; i < (half ? 2 : 4); i++)
         UNROLL for (int p = 0; p < PARTS; p++) {
             vec x = from_bytes(q + i / 2 * stride + i % 2 * 16, p);
-            w[i][p] = f->plus ? fused(scale[16 * i >> f->shift], x, plus[16 * i >> f->shift]) : scale[16 * i >> f->shift] * x;
+            w[i][p] = f->plus ? fused(scale[16 * i >> f->shift], x, plus[16 * i >> f->shift], sign) : scale[16 * i >> f->shift] * x;
         }
 }
 
@@ -1094,6 +1099,8 @@ static TARGET void widen_quantised(float *w, const unsigned char *p, g4_dtype ty
     const format *f = &formats[type];
     const int in_place = f->integers == BYTES || (f->integers == NIBBLES && LANES == 16), stride = in_place ? f->stride : 32;
     const vec level = from_bytes(f->level, 0);
+    vec sign = -(vec){0};
+    KEEP(sign);
     for (int i = 0; i < n; i += 256) {
         piece from;
         const int some = MIN(256, n - i);
@@ -1102,7 +1109,7 @@ static TARGET void widen_quantised(float *w, const unsigned char *p, g4_dtype ty
         for (int j = 0; j < some; j += 64, q += 2 * stride) {
             vec v[4][PARTS];
             const int half = some - j < 64;
-            weights(v, half, type, from.term, j >> f->shift, q, stride, level);
+            weights(v, half, type, from.term, j >> f->shift, q, stride, level, sign);
             for (int k = 0; k < (half ? 2 : 4); k++)
                 UNROLL for (int part = 0; part < PARTS; part++) store(w + i + j + 16 * k + LANES * part, v[k][part]);
         }
@@ -1303,6 +1310,8 @@ static INLINE TARGET void quantised_tile(int R, g4_dtype type, const product *m,
     const size_t ahead = R * m->w_stride, together = ahead <= 16384;
     const size_t soon_row = together ? (size_t)bytes / 4 : m->w_stride, soon_step = (together ? R : 1) * (size_t)bytes / 4;
     const vec level = from_bytes(f->level, 0);
+    vec sign = -(vec){0};
+    KEEP(sign);
     const unsigned char *w = m->w + (size_t)begin * m->w_stride, *last_w = w; /* of the next piece and of this one */
     float *y = m->y + begin;
     piece apart[2][QUANT_ROWS];
@@ -1328,7 +1337,7 @@ static INLINE TARGET void quantised_tile(int R, g4_dtype type, const product *m,
                 UNROLL for (int r = 0; r < R; r++) PREFETCH(soon + r * soon_row);
                 vec some[QUANT_ROWS][4][PARTS];
                 UNROLL for (int r = 0; r < R; r++) {
-                    weights(some[r], 0, type, from[r].term, k, q[r], stride, level);
+                    weights(some[r], 0, type, from[r].term, k, q[r], stride, level, sign);
                     q[r] += 2 * stride;
                 }
                 UNROLL for (int i = 0; i < 4; i++)
@@ -1341,7 +1350,7 @@ static INLINE TARGET void quantised_tile(int R, g4_dtype type, const product *m,
             if (x < x_end) {
                 vec some[4][PARTS];
                 UNROLL for (int r = 0; r < R; r++) {
-                    weights(some, 1, type, from[r].term, k, q[r], stride, level);
+                    weights(some, 1, type, from[r].term, k, q[r], stride, level, sign);
                     UNROLL for (int i = 0; i < 2; i++)
                         UNROLL for (int p = 0; p < PARTS; p++) a[r][p] += some[i][p] * load(x + 16 * i + LANES * p);
                 }
