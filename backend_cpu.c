@@ -230,7 +230,12 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define iq4_nl VERSION(iq4_nl, ISA)
 #define iq4_xs VERSION(iq4_xs, ISA)
 #define mxfp4 VERSION(mxfp4, ISA)
-#define any_type VERSION(any_type, ISA)
+#define one_token VERSION(one_token, ISA)
+#define two_tokens VERSION(two_tokens, ISA)
+#define four_tokens VERSION(four_tokens, ISA)
+#define eight_tokens VERSION(eight_tokens, ISA)
+#define eight_tokens_one_row VERSION(eight_tokens_one_row, ISA)
+#define take_apart_any VERSION(take_apart_any, ISA)
 #define quantised_rows VERSION(quantised_rows, ISA)
 #define product_widened VERSION(product_widened, ISA)
 #define product_rows VERSION(product_rows, ISA)
@@ -258,6 +263,8 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define FEWER_ROWS 3
 #define TOKENS 8
 #define QUANT_ROWS 4
+#define QUANT_PAIR 2
+#define QUANT_TOKENS 8
 #include "backend_cpu.c"
 #undef ISA
 #undef TARGET
@@ -267,6 +274,8 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #undef FEWER_ROWS
 #undef TOKENS
 #undef QUANT_ROWS
+#undef QUANT_PAIR
+#undef QUANT_TOKENS
 
 #define ISA avx2
 #define TARGET __attribute__((target("avx2,fma,f16c")))
@@ -276,6 +285,8 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define FEWER_ROWS 2
 #define TOKENS 3
 #define QUANT_ROWS 2
+#define QUANT_PAIR 1
+#define QUANT_TOKENS 8
 #include "backend_cpu.c"
 #undef ISA
 #undef TARGET
@@ -285,6 +296,8 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #undef FEWER_ROWS
 #undef TOKENS
 #undef QUANT_ROWS
+#undef QUANT_PAIR
+#undef QUANT_TOKENS
 #endif
 
 #define ISA base
@@ -294,6 +307,7 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define GROUP 3
 #define TOKENS 3
 #define QUANT_ROWS 1
+#define QUANT_TOKENS 1
 #if defined(__aarch64__)
 #define ROWS 2
 #else
@@ -1301,8 +1315,10 @@ static TARGET void finish(float *y, const float *lanes, int N, int rows, int rou
 
 #if LANES > 1
 
-/* y [rows] of one token, R rows at a time; before a piece of them is multiplied, the next one is taken apart. */
-static INLINE TARGET void quantised_tile(int R, g4_dtype type, const product *m, int begin, int end) {
+static NOINLINE TARGET void take_apart_any(piece *to, g4_dtype type, const unsigned char *p, int n) { take_apart(to, type, p, n); }
+
+/* y [rows] of up to N tokens, R rows at a time; before a piece of them is multiplied, the next one is taken apart. `known`: type is a constant. */
+static INLINE TARGET void quantised_tile(int R, int N, int known, g4_dtype type, const product *m, int begin, int end) {
     const format *f = &formats[type];
     const int in_place = f->integers == BYTES || (f->integers == NIBBLES && LANES == 16), stride = in_place ? f->stride : 32;
     const int pieces = (m->n + 255) / 256, total = (end - begin) / R * pieces, bytes = 256 / g4_types[type].block * g4_types[type].bytes;
@@ -1315,13 +1331,16 @@ static INLINE TARGET void quantised_tile(int R, g4_dtype type, const product *m,
     const unsigned char *w = m->w + (size_t)begin * m->w_stride, *last_w = w; /* of the next piece and of this one */
     float *y = m->y + begin;
     piece apart[2][QUANT_ROWS];
-    vec a[QUANT_ROWS][PARTS] = {{{0}}};
+    vec a[QUANT_ROWS][QUANT_TOKENS][PARTS] = {{{{0}}}};
+    size_t token[QUANT_TOKENS]; /* where they begin in x; missing ones are the last again */
+    for (int t = 0; t < N; t++) token[t] = (size_t)MIN(t, m->T - 1) * m->x_stride;
     for (int u = -1, at = -1; u < total; u++) {
         const int next = at + 1 < pieces ? at + 1 : 0;
         const unsigned char *this_w = last_w;
         if (u + 1 < total) {
             for (int r = 0; r < R; r++) {
-                take_apart(&apart[(u + 1) & 1][r], type, w + r * m->w_stride, MIN(256, m->n - 256 * next));
+                if (known) take_apart(&apart[(u + 1) & 1][r], type, w + r * m->w_stride, MIN(256, m->n - 256 * next));
+                else take_apart_any(&apart[(u + 1) & 1][r], type, w + r * m->w_stride, MIN(256, m->n - 256 * next));
             }
             last_w = w;
             w += next + 1 < pieces ? (size_t)bytes : ahead - (size_t)next * (size_t)bytes;
@@ -1340,30 +1359,33 @@ static INLINE TARGET void quantised_tile(int R, g4_dtype type, const product *m,
                     weights(some[r], 0, type, from[r].term, k, q[r], stride, level, sign);
                     q[r] += 2 * stride;
                 }
-                UNROLL for (int i = 0; i < 4; i++)
-                    UNROLL for (int p = 0; p < PARTS; p++) {
-                        vec v = load(x + 16 * i + LANES * p);
-                        KEEP(v);
-                        UNROLL for (int r = 0; r < R; r++) a[r][p] += some[r][i][p] * v;
-                    }
+                UNROLL for (int t = 0; t < N; t++)
+                    UNROLL for (int i = 0; i < 4; i++)
+                        UNROLL for (int p = 0; p < PARTS; p++) {
+                            vec v = load(x + token[t] + 16 * i + LANES * p);
+                            KEEP(v);
+                            UNROLL for (int r = 0; r < R; r++) a[r][t][p] += some[r][i][p] * v;
+                        }
             }
             if (x < x_end) {
                 vec some[4][PARTS];
                 UNROLL for (int r = 0; r < R; r++) {
                     weights(some, 1, type, from[r].term, k, q[r], stride, level, sign);
-                    UNROLL for (int i = 0; i < 2; i++)
-                        UNROLL for (int p = 0; p < PARTS; p++) a[r][p] += some[i][p] * load(x + 16 * i + LANES * p);
+                    UNROLL for (int t = 0; t < N; t++)
+                        UNROLL for (int i = 0; i < 2; i++)
+                            UNROLL for (int p = 0; p < PARTS; p++) a[r][t][p] += some[i][p] * load(x + token[t] + 16 * i + LANES * p);
                 }
             }
             if (at == pieces - 1) {
-                UNROLL for (int r = 0; r < R; r++) {
-                    float lanes[16];
-                    UNROLL for (int p = 0; p < PARTS; p++) {
-                        store(lanes + p * LANES, a[r][p]);
-                        a[r][p] = (vec){0};
+                UNROLL for (int r = 0; r < R; r++)
+                    UNROLL for (int t = 0; t < N; t++) {
+                        float lanes[16];
+                        UNROLL for (int p = 0; p < PARTS; p++) {
+                            store(lanes + p * LANES, a[r][t][p]);
+                            a[r][t][p] = (vec){0};
+                        }
+                        if (t < m->T) y[t * m->y_stride + r] = add_lanes(lanes);
                     }
-                    y[r] = add_lanes(lanes);
-                }
                 y += R;
             }
         }
@@ -1371,30 +1393,45 @@ static INLINE TARGET void quantised_tile(int R, g4_dtype type, const product *m,
     }
 }
 
-static NOINLINE TARGET void q4_0(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q4_0, m, begin, end); }
-static NOINLINE TARGET void q4_1(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q4_1, m, begin, end); }
-static NOINLINE TARGET void q5_0(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q5_0, m, begin, end); }
-static NOINLINE TARGET void q5_1(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q5_1, m, begin, end); }
-static NOINLINE TARGET void q8_0(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q8_0, m, begin, end); }
-static NOINLINE TARGET void q2_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q2_K, m, begin, end); }
-static NOINLINE TARGET void q3_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q3_K, m, begin, end); }
-static NOINLINE TARGET void q4_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q4_K, m, begin, end); }
-static NOINLINE TARGET void q5_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q5_K, m, begin, end); }
-static NOINLINE TARGET void q6_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_Q6_K, m, begin, end); }
-static NOINLINE TARGET void iq4_nl(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_IQ4_NL, m, begin, end); }
-static NOINLINE TARGET void iq4_xs(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_IQ4_XS, m, begin, end); }
-static NOINLINE TARGET void mxfp4(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, G4_TYPE_MXFP4, m, begin, end); }
-static NOINLINE TARGET void any_type(const product *m, int begin, int end) { quantised_tile(1, m->type, m, begin, end); }
+static NOINLINE TARGET void q4_0(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q4_0, m, begin, end); }
+static NOINLINE TARGET void q4_1(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q4_1, m, begin, end); }
+static NOINLINE TARGET void q5_0(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q5_0, m, begin, end); }
+static NOINLINE TARGET void q5_1(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q5_1, m, begin, end); }
+static NOINLINE TARGET void q8_0(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q8_0, m, begin, end); }
+static NOINLINE TARGET void q2_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q2_K, m, begin, end); }
+static NOINLINE TARGET void q3_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q3_K, m, begin, end); }
+static NOINLINE TARGET void q4_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q4_K, m, begin, end); }
+static NOINLINE TARGET void q5_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q5_K, m, begin, end); }
+static NOINLINE TARGET void q6_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q6_K, m, begin, end); }
+static NOINLINE TARGET void iq4_nl(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_IQ4_NL, m, begin, end); }
+static NOINLINE TARGET void iq4_xs(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_IQ4_XS, m, begin, end); }
+static NOINLINE TARGET void mxfp4(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_MXFP4, m, begin, end); }
+static NOINLINE TARGET void one_token(const product *m, int begin, int end) { quantised_tile(1, 1, 0, m->type, m, begin, end); }
+#if QUANT_TOKENS > 1
+static NOINLINE TARGET void two_tokens(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 2, 0, m->type, m, begin, end); }
+static NOINLINE TARGET void four_tokens(const product *m, int begin, int end) { quantised_tile(QUANT_PAIR, 4, 0, m->type, m, begin, end); }
+static NOINLINE TARGET void eight_tokens(const product *m, int begin, int end) { quantised_tile(QUANT_PAIR, QUANT_TOKENS, 0, m->type, m, begin, end); }
+static NOINLINE TARGET void eight_tokens_one_row(const product *m, int begin, int end) { quantised_tile(1, QUANT_TOKENS, 0, m->type, m, begin, end); }
+#endif
 
+/* Rows begin .. end - 1 of a product of quantised weights with up to QUANT_TOKENS tokens. */
 static TARGET void quantised_rows(const product *m, int begin, int end) {
     static void (*const by_type[G4_N_TYPES])(const product *m, int begin, int end) = {
         [G4_TYPE_Q4_0] = q4_0, [G4_TYPE_Q4_1] = q4_1, [G4_TYPE_Q5_0] = q5_0, [G4_TYPE_Q5_1] = q5_1, [G4_TYPE_Q8_0] = q8_0, [G4_TYPE_Q2_K] = q2_k,
         [G4_TYPE_Q3_K] = q3_k, [G4_TYPE_Q4_K] = q4_k, [G4_TYPE_Q5_K] = q5_k, [G4_TYPE_Q6_K] = q6_k, [G4_TYPE_IQ4_NL] = iq4_nl, [G4_TYPE_IQ4_XS] = iq4_xs,
         [G4_TYPE_MXFP4] = mxfp4,
     };
+#if QUANT_TOKENS > 1
+    if (m->T > 1) {
+        const int R = m->T == 2 ? QUANT_ROWS : QUANT_PAIR, some = begin + (end - begin) / R * R;
+        (m->T == 2 ? two_tokens : m->T <= 4 ? four_tokens : eight_tokens)(m, begin, some);
+        eight_tokens_one_row(m, some, end);
+        return;
+    }
+#endif
     const int some = begin + (end - begin) / QUANT_ROWS * QUANT_ROWS;
     by_type[m->type](m, begin, some);
-    any_type(m, some, end);
+    one_token(m, some, end);
 }
 
 #endif
@@ -1440,7 +1477,7 @@ static TARGET void product_widened(const product *m, int begin, int end) {
 static TARGET void product_rows(const product *m, int begin, int end) {
     enum { BLOCK = 1024 };
 #if LANES > 1
-    if (m->widen && m->T == 1 && m->type > G4_TYPE_BF16 && !m->round) {
+    if (m->type > G4_TYPE_BF16 && !m->round && m->T <= QUANT_TOKENS) {
         quantised_rows(m, begin, end);
         return;
     }
