@@ -10,10 +10,10 @@
 #include "gemma4.h"
 
 #include <cblas.h>
-#include <stdlib.h>
 #include <string.h>
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
 
 #ifndef FROM_TOKENS /* test/test_blis.c has it lower */
 #define FROM_TOKENS 64 /* for fewer, backend_cpu.c is faster */
@@ -58,25 +58,30 @@ static void panel_product(const g4_run *run, float *y, const g4_tensor *W, const
         for (int r = first; r < first + rows; r++) y[(size_t)t * (size_t)stride + (size_t)r] = g4_bf16_round(y[(size_t)t * (size_t)stride + (size_t)r]);
 }
 
+/* A panel for each thread, and two times SPARE rows of x. */
+static size_t scratch(int T, int cols, int threads) {
+    const uint64_t floats = T < FROM_TOKENS ? 0 : (uint64_t)threads * (ROWS + SPARE) * COLS + (uint64_t)2 * SPARE * (uint64_t)cols;
+    const size_t cpu = g4_backend_cpu.scratch(T, cols, threads); /* for fewer tokens */
+    return (size_t)floats == floats ? MAX((size_t)floats, cpu) : SIZE_MAX;
+}
+
 static void matmul(const g4_run *run, float *y, const g4_tensor *W, const float *x, int T) {
     const int panels = (int)((W->rows + ROWS - 1) / ROWS), threads = MIN(run->threads, panels);
     const size_t cols = (size_t)W->cols, last = (size_t)MIN(SPARE, T), panel = (ROWS + SPARE) * COLS;
-    float *scratch = T < FROM_TOKENS ? NULL : malloc(sizeof *scratch * (panel * (size_t)threads + 2 * SPARE * cols));
-    if (!scratch) { /* few tokens, or no memory */
+    if (T < FROM_TOKENS || !run->scratch) {
         g4_backend_cpu.matmul(run, y, W, x, T);
         return;
     }
-    float *end = scratch + panel * (size_t)threads;
+    float *end = run->scratch + panel * (size_t)threads;
     memcpy(end, x + ((size_t)T - last) * cols, sizeof *end * last * cols);
     keep_to_one_thread();
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int worker = 0; worker < threads; worker++) {
         double begin = g4_part_begins(run);
         for (int p = worker; p < panels; p += threads)
-            panel_product(run, y, W, x, end, T, p * ROWS, (int)MIN(ROWS, W->rows - (int64_t)p * ROWS), scratch + panel * (size_t)worker);
+            panel_product(run, y, W, x, end, T, p * ROWS, (int)MIN(ROWS, W->rows - (int64_t)p * ROWS), run->scratch + panel * (size_t)worker);
         g4_part_ends(run, worker, begin);
     }
-    free(scratch);
 }
 
 /* A library with integers of another size than its header says would read other sizes than it was given. */
@@ -86,4 +91,4 @@ static const char *unusable(void) {
     return y[0] == 8 && y[1] == 12 && y[2] == 17 && y[3] == 24 ? NULL : "cblas_sgemm of the library that was linked does not give the product of two small matrices";
 }
 
-const g4_backend g4_backend_blis = {.name = "blis", .host_memory = 1, .base = &g4_backend_cpu, .unusable = unusable, .matmul = matmul};
+const g4_backend g4_backend_blis = {.name = "blis", .host_memory = 1, .base = &g4_backend_cpu, .unusable = unusable, .scratch = scratch, .matmul = matmul};

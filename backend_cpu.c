@@ -17,6 +17,7 @@
 #include "gemma4.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -65,8 +66,15 @@ typedef struct product {
     int round;                /* results, and weights that are not bfloat16 already, are rounded to bfloat16 */
 } product;
 
+/* For products of MANY tokens or more: PANEL rows of BLOCK weights, widened, stay in the second cache while up to MOST tokens meet them, and the lanes of all these
+ * wait there for the next BLOCK. Both weights and x are copied in the order in which they are used: what lies a power of two apart falls into the same few
+ * lines of the nearest cache. */
+enum { MANY = 24, PANEL = 16, BLOCK = 512, MOST = 132, WORK = PANEL * BLOCK + MOST * PANEL * 16 };
+
 typedef struct kernels {
     void (*products)(const product *m, int begin, int end);
+    void (*pack)(const product *m, float *packed, int worker, int workers);
+    void (*packed_products)(const product *m, const float *packed, float *work, int begin, int end);
     void (*weighted_sum)(float *o, const float *p, size_t p_stride, const float *v, int heads, int dh, int n, int begin, int end);
     void (*softmax)(float *s, int n, int round);
     void (*gelu_mul)(float *gate, const float *up, int n, int round);
@@ -95,6 +103,9 @@ static INLINE uint16_t load16(const unsigned char *p) {
     memcpy(&v, p, sizeof v);
     return *(const unsigned char *)&one ? v : (uint16_t)(v << 8 | v >> 8);
 }
+
+/* A row of packed floats is a whole number of steps of 16. */
+static INLINE size_t whole_steps(int n) { return ((size_t)n + 15) / 16 * 16; }
 
 static INLINE int host_is_little(void) {
     const uint16_t one = 1;
@@ -192,6 +203,7 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define tile_of VERSION(tile_of, ISA)
 #define rows_of VERSION(rows_of, ISA)
 #define groups_of VERSION(groups_of, ISA)
+#define fetch VERSION(fetch, ISA)
 #define widen_row VERSION(widen_row, ISA)
 #define add_lanes VERSION(add_lanes, ISA)
 #define finish VERSION(finish, ISA)
@@ -239,6 +251,10 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define quantised_rows VERSION(quantised_rows, ISA)
 #define product_widened VERSION(product_widened, ISA)
 #define product_rows VERSION(product_rows, ISA)
+#define pack_tokens VERSION(pack_tokens, ISA)
+#define pack_weights VERSION(pack_weights, ISA)
+#define packed_tile VERSION(packed_tile, ISA)
+#define packed_rows VERSION(packed_rows, ISA)
 #define sum_tile VERSION(sum_tile, ISA)
 #define sum_over_keys VERSION(sum_over_keys, ISA)
 #define softmax_row VERSION(softmax_row, ISA)
@@ -351,12 +367,35 @@ static int part_begin(int rows, int part, int parts) {
     return (int)MIN(panels * part / parts * 16, rows);
 }
 
+static size_t scratch(int T, int cols, int threads) {
+    const uint64_t floats = T >= MANY ? (uint64_t)MOST * whole_steps(cols) + (uint64_t)threads * WORK : 0;
+    return (size_t)floats == floats ? (size_t)floats : SIZE_MAX;
+}
+
 static void matmul(const g4_run *run, float *y, const g4_tensor *W, const float *x, int T) {
     const kernels *k = KERNELS;
     int rows = (int)W->rows, cols = (int)W->cols, bf16 = run->precision == G4_BF16;
     const product m = {.y = y, .y_stride = (size_t)rows, .w = W->data, .w_stride = g4_row_bytes(W), .type = W->type,
                        .widen = W->type != G4_TYPE_BF16 && (W->type != G4_TYPE_F32 || bf16 || !host_is_little()),
                        .x = x, .x_stride = (size_t)cols, .T = T, .n = cols, .round = bf16};
+    if (T >= MANY && run->scratch) {
+        float *packed = run->scratch, *work = packed + MOST * whole_steps(cols);
+        for (int round = 0, rounds = (T + MOST - 1) / MOST; round < rounds; round++) {
+            const int first = (int)((int64_t)T * round / rounds);
+            product some = m;
+            some.x += (size_t)first * m.x_stride, some.y += (size_t)first * m.y_stride, some.T = (int)((int64_t)T * (round + 1) / rounds) - first;
+            const int share = worth_sharing((size_t)rows * cols * some.T);
+#pragma omp parallel for schedule(static) num_threads(run->threads) if (share)
+            for (int part = 0; part < run->threads; part++) k->pack(&some, packed, part, run->threads);
+#pragma omp parallel for schedule(static) num_threads(run->threads) if (share)
+            for (int part = 0; part < run->threads; part++) {
+                double begin = g4_part_begins(run);
+                k->packed_products(&some, packed, work + (size_t)part * WORK, part_begin(rows, part, run->threads), part_begin(rows, part + 1, run->threads));
+                g4_part_ends(run, part, begin);
+            }
+        }
+        return;
+    }
 #pragma omp parallel for schedule(static) num_threads(run->threads) if (worth_sharing((size_t)rows * cols * T))
     for (int part = 0; part < run->threads; part++) {
         double begin = g4_part_begins(run);
@@ -523,16 +562,36 @@ static void one_expert(const g4_run *run, const g4_experts_args *a, int e, const
 
 /* Expert by expert and not row by row: the weights of one are read once for up to 16 rows that chose it. Each row still adds its experts in ascending order. */
 static void experts(const g4_run *run, const g4_experts_args *a) {
-    enum { MOST = 16 };
-    const int E = (int)(a->layer->experts_down_proj.rows / a->D), most = MIN(MOST, a->room);
+    enum { SOME = 16 };
+    const int E = (int)(a->layer->experts_down_proj.rows / a->D), most = MIN(SOME, a->room);
     memset(a->y, 0, sizeof(float) * (size_t)a->T * (size_t)a->D);
     for (int e = 0; e < E; e++) {
-        int pair[MOST], n = 0;
+        int pair[SOME], n = 0;
         for (int i = 0; i < a->T * a->K; i++) {
             if (a->index[i] == e) pair[n++] = i;
             if (n == most || (n && i == a->T * a->K - 1)) one_expert(run, a, e, pair, n), n = 0;
         }
     }
+}
+
+/* At the beginning of a cache line, which calloc does not promise: half of all loads would straddle two. The byte before it says how much was skipped. */
+static void *alloc(size_t bytes) {
+    unsigned char *p = bytes <= SIZE_MAX - 64 ? calloc(1, bytes + 64) : NULL;
+    if (!p) return NULL;
+    unsigned char skip = (unsigned char)(64 - (uintptr_t)p % 64);
+    p += skip;
+    p[-1] = skip;
+    return p;
+}
+
+static void release(void *p) {
+    unsigned char *from = p;
+    if (from) free(from - from[-1]);
+}
+
+static int copy(void *dst, const void *src, size_t bytes) {
+    memcpy(dst, src, bytes);
+    return 0;
 }
 
 /* A product and a sum in one rounding would give another result here: 2^-24 in each lane instead of 0. */
@@ -546,8 +605,8 @@ static const char *unusable(void) {
 }
 
 const g4_backend g4_backend_cpu = {
-    .name = "cpu", .host_memory = 1, .unusable = unusable,
-    .matmul = matmul, .norm = norm, .rope = rope, .attention = attention, .gelu_mul = gelu_mul, .experts = experts, .softcap = softcap,
+    .name = "cpu", .host_memory = 1, .unusable = unusable, .alloc = alloc, .release = release, .upload = copy, .download = copy,
+    .scratch = scratch, .matmul = matmul, .norm = norm, .rope = rope, .attention = attention, .gelu_mul = gelu_mul, .experts = experts, .softcap = softcap,
 };
 
 #else /* ISA */
@@ -1135,6 +1194,13 @@ static TARGET void widen_quantised(float *w, const unsigned char *p, g4_dtype ty
 
 /* ---- Products --------------------------------------------------------------------------------------------------------------- */
 
+/* A file's weights begin anywhere in a cache line, so they may lie in one line more than their number says. */
+static INLINE TARGET void fetch(const unsigned char *p, int bytes) {
+    bytes += (int)((uintptr_t)p % 64);
+    p -= (uintptr_t)p % 64;
+    for (int i = 0; i < bytes; i += 64) PREFETCH_2(p + i);
+}
+
 /* w [n] = weights, widened, and rounded where loading with dtype=bfloat16 does it. Without branches, so that compilers make vectors of it. */
 static TARGET void widen_row(float *w, const unsigned char *p, g4_dtype type, int round, int n) {
     if (type == G4_TYPE_BF16) {
@@ -1436,37 +1502,36 @@ static TARGET void quantised_rows(const product *m, int begin, int end) {
 
 #endif
 
-/* Rows begin .. end - 1 of a product whose weights are widened first, PANEL rows of BLOCK elements at a time, for up to MOST tokens: all of them meet the
- * panel while it is in the cache, and their lanes wait for the next one. */
+/* Rows begin .. end - 1 of a product whose weights are widened first, SOME rows of BLOCK elements at a time, for up to MANY tokens: all of them meet the
+ * weights while these are in the cache, and their lanes wait for the next ones. */
 static TARGET void product_widened(const product *m, int begin, int end) {
-    enum { PANEL = LANES > 4 ? 12 : 8, BLOCK = 512, MOST = LANES > 4 ? 66 : 24 }; /* 74 or 28 KiB of stack */
-    float w[PANEL * BLOCK], lanes[MOST * PANEL * 16];
+    enum { SOME = LANES > 4 ? 12 : 8 };
+    float w[SOME * BLOCK], lanes[MANY * SOME * 16];
     const g4_type *type = &g4_types[m->type];
-    for (int first = 0; first < m->T; first += MOST) {
-        const int T = MIN(MOST, m->T - first), groups = groups_of(T);
-        for (int o = begin; o < end; o += PANEL) {
-            const int rows = MIN(PANEL, end - o);
+    for (int first = 0; first < m->T; first += MANY) {
+        const int T = MIN(MANY, m->T - first), groups = groups_of(T);
+        for (int o = begin; o < end; o += SOME) {
+            const int rows = MIN(SOME, end - o);
             for (int i = 0; i < m->n; i += BLOCK) {
                 const int n = MIN(BLOCK, m->n - i), bytes = BLOCK / type->block * type->bytes;
                 const unsigned char *from = m->w + (size_t)o * m->w_stride + (size_t)(i / type->block) * (size_t)type->bytes;
-                const unsigned char *soon = i + BLOCK < m->n ? from + bytes : m->w + (size_t)(o + PANEL) * m->w_stride;
+                const unsigned char *soon = i + BLOCK < m->n ? from + bytes : m->w + (size_t)(o + SOME) * m->w_stride;
                 for (int r = 0; r < rows; r++) widen_row(w + r * BLOCK, from + r * m->w_stride, m->type, m->round, n);
                 for (int g = 0; g < groups; g++) {
                     const int t = T * g / groups, N = T * (g + 1) / groups - t;
                     const float *x = m->x + (size_t)(first + t) * m->x_stride + i;
-                    for (int r = PANEL * g / groups; r < PANEL * (g + 1) / groups; r++)
-                        for (int k = 0; k < bytes; k += 64) PREFETCH_2(soon + r * m->w_stride + k);
+                    for (int r = SOME * g / groups; r < SOME * (g + 1) / groups; r++) fetch(soon + r * m->w_stride, bytes);
                     for (int r = 0, R; r < rows; r += R) {
                         const unsigned char *at = (const unsigned char *)(w + r * BLOCK);
                         R = rows - r >= rows_of(N) ? rows_of(N) : 1;
-                        tile_of(R, N, HOST_FLOATS, i == 0, lanes + (t * PANEL + r * N) * 16, at, sizeof(float) * BLOCK, at, x, m->x_stride, n);
+                        tile_of(R, N, HOST_FLOATS, i == 0, lanes + (t * SOME + r * N) * 16, at, sizeof(float) * BLOCK, at, x, m->x_stride, n);
                     }
                 }
             }
             for (int g = 0; g < groups; g++) {
                 const int t = T * g / groups, N = T * (g + 1) / groups - t;
                 for (int j = 0; j < N; j++)
-                    finish(m->y + (size_t)(first + t + j) * m->y_stride + o, lanes + (t * PANEL + j) * 16, N, rows, m->round);
+                    finish(m->y + (size_t)(first + t + j) * m->y_stride + o, lanes + (t * SOME + j) * 16, N, rows, m->round);
             }
         }
     }
@@ -1475,7 +1540,6 @@ static TARGET void product_widened(const product *m, int begin, int end) {
 /* Rows begin .. end - 1 of a product, in panels of rows. A panel meets a few tokens at a time, block by block of BLOCK elements: the tokens' block stays in
  * the nearest cache while the panel's rows pass by, the panel stays in the next one until all tokens have met it, and memory is read once. */
 static TARGET void product_rows(const product *m, int begin, int end) {
-    enum { BLOCK = 1024 };
 #if LANES > 1
     if (m->type > G4_TYPE_BF16 && !m->round && m->T <= QUANT_TOKENS) {
         quantised_rows(m, begin, end);
@@ -1487,10 +1551,10 @@ static TARGET void product_rows(const product *m, int begin, int end) {
         product_widened(m, begin, end);
         return;
     }
-    float lanes[16 * TOKENS * 16];
+    float lanes[PANEL * TOKENS * 16];
     const int groups = groups_of(m->T);
     const size_t size = (size_t)g4_types[m->type].bytes;
-    const int block = groups > 1 ? BLOCK : MAX(m->n, 1), panel = groups == 1 && rows_of(m->T) == 3 ? 12 : 16;
+    const int block = groups > 1 ? 2 * BLOCK : MAX(m->n, 1), panel = groups == 1 && rows_of(m->T) == 3 ? 12 : PANEL;
     for (int o = begin; o < end; o += panel) {
         const int rows = MIN(panel, end - o);
         for (int g = 0; g < groups; g++) {
@@ -1508,6 +1572,89 @@ static TARGET void product_rows(const product *m, int begin, int end) {
                 }
             }
             for (int j = 0; j < N; j++) finish(m->y + (size_t)(t + j) * m->y_stride + o, lanes + j * 16, N, rows, m->round);
+        }
+    }
+}
+
+/* to [groups][steps][N][16] = x, a group of N tokens after the other, filled up with zeros. This is worker number `worker` of some. */
+static TARGET void pack_tokens(const product *m, float *to, int worker, int workers) {
+    const int groups = groups_of(m->T);
+    const size_t size = whole_steps(m->n);
+    for (int g = worker; g < groups; g += workers) {
+        const int t = m->T * g / groups, N = m->T * (g + 1) / groups - t;
+        for (int j = 0; j < N; j++) {
+            const float *x = m->x + (size_t)(t + j) * m->x_stride;
+            float *p = to + (size_t)t * size + j * 16;
+            int i = 0;
+            for (; i + 16 <= m->n; i += 16, p += N * 16)
+                for (int part = 0; part < PARTS; part++) store(p + part * LANES, load(x + i + part * LANES));
+            for (int k = 0; i < m->n && k < 16; k++) p[k] = i + k < m->n ? x[i + k] : 0;
+        }
+    }
+}
+
+/* to [PANEL / ROWS][BLOCK / 16][ROWS][16] = `rows` rows of n weights from element `first` on, widened; missing ones are zeros */
+static TARGET void pack_weights(float *to, const product *m, int row, int rows, int first, int n) {
+    enum { SOME = 512 };
+    const g4_type *type = &g4_types[m->type];
+    float w[SOME];
+    for (int r = 0; r < (rows + ROWS - 1) / ROWS * ROWS; r++) {
+        const unsigned char *from = m->w + (size_t)(row + r) * m->w_stride + (size_t)(first / type->block) * (size_t)type->bytes;
+        float *p = to + (size_t)(r / ROWS * ROWS) * BLOCK + r % ROWS * 16;
+        for (int i = 0; i < n; i += SOME, from += SOME / type->block * type->bytes) {
+            const int some = MIN(SOME, n - i);
+            if (r < rows) widen_row(w, from, m->type, m->round, some);
+            else memset(w, 0, sizeof w);
+            for (int k = some; k % 16; k++) w[k] = 0;
+            for (int k = 0; k < some; k += 16, p += ROWS * 16)
+                for (int part = 0; part < PARTS; part++) store(p + part * LANES, load(w + k + part * LANES));
+        }
+    }
+}
+
+/* lanes [ROWS][N][16], which begin with 0 if `fresh`, += ROWS rows of packed weights by N packed tokens */
+static INLINE TARGET void packed_tile(int N, int fresh, float *lanes, const float *w, const float *x, int steps) {
+    vec a[4][TOKENS][PARTS];
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int t = 0; t < N; t++)
+            UNROLL for (int p = 0; p < PARTS; p++) a[r][t][p] = fresh ? (vec){0} : load(lanes + (r * N + t) * 16 + p * LANES);
+    for (int i = 0; i < steps; i++, w += ROWS * 16, x += N * 16) step(ROWS, N, HOST_FLOATS, a, (const unsigned char *)w, 64, x, 16);
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int t = 0; t < N; t++)
+            UNROLL for (int p = 0; p < PARTS; p++) store(lanes + (r * N + t) * 16 + p * LANES, a[r][t][p]);
+}
+
+/* Rows begin .. end - 1 of a product of at most MOST tokens, packed by pack_tokens(). work [WORK] is the thread's own. */
+static TARGET void packed_rows(const product *m, const float *packed, float *work, int begin, int end) {
+    const g4_type *type = &g4_types[m->type];
+    const int groups = groups_of(m->T);
+    float *w = work, *lanes = work + PANEL * BLOCK;
+    for (int o = begin; o < end; o += PANEL) {
+        const int rows = MIN(PANEL, end - o);
+        for (int i = 0; i < m->n; i += BLOCK) {
+            const int n = MIN(BLOCK, m->n - i), steps = (n + 15) / 16;
+            pack_weights(w, m, o, rows, i, n);
+            /* what comes next is fetched meanwhile */
+            const int last = i + BLOCK >= m->n, ahead = last ? MIN(BLOCK, m->n) : MIN(BLOCK, m->n - i - BLOCK), bytes = (ahead + type->block - 1) / type->block * type->bytes;
+            const unsigned char *soon = m->w + (size_t)(last ? o + PANEL : o) * m->w_stride + (last ? 0 : (size_t)((i + BLOCK) / type->block) * (size_t)type->bytes);
+            for (int g = 0; g < groups; g++) {
+                const int t = m->T * g / groups, N = m->T * (g + 1) / groups - t;
+                const float *x = packed + (size_t)t * whole_steps(m->n) + (size_t)i * N;
+                for (int r = PANEL * g / groups; r < PANEL * (g + 1) / groups; r++) fetch(soon + r * m->w_stride, bytes);
+                for (int r = 0; r < rows; r += ROWS) {
+                    float *to = lanes + (t * PANEL + r * N) * 16;
+                    const float *from = w + (size_t)r * BLOCK;
+                    if (N == GROUP) packed_tile(GROUP, i == 0, to, from, x, steps);
+                    else if (N == GROUP - 1) packed_tile(GROUP - 1, i == 0, to, from, x, steps);
+#if GROUP > 3
+                    else packed_tile(GROUP - 2, i == 0, to, from, x, steps);
+#endif
+                }
+            }
+        }
+        for (int g = 0; g < groups; g++) {
+            const int t = m->T * g / groups, N = m->T * (g + 1) / groups - t;
+            for (int j = 0; j < N; j++) finish(m->y + (size_t)(t + j) * m->y_stride + o, lanes + (t * PANEL + j) * 16, N, rows, m->round);
         }
     }
 }
@@ -1559,7 +1706,7 @@ static TARGET void sum_over_keys(float *o, const float *p, size_t p_stride, cons
     }
 }
 
-static const kernels table = {.products = product_rows, .weighted_sum = sum_over_keys, .softmax = softmax_row, .gelu_mul = gelu_mul_row, .softcap = softcap_row,
+static const kernels table = {.products = product_rows, .pack = pack_tokens, .packed_products = packed_rows, .weighted_sum = sum_over_keys, .softmax = softmax_row, .gelu_mul = gelu_mul_row, .softcap = softcap_row,
                               .norm = norm_row, .rope = rope_row, .exp = exp_row};
 
 #undef PARTS

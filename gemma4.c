@@ -899,6 +899,8 @@ static size_t lay_out(g4_state *s, char *base, size_t *kv_bytes) {
         s->expert_gate_up = take(&at, (size_t)s->expert_rows, 2, (size_t)c->moe_intermediate_size), s->expert_down = take(&at, (size_t)s->expert_rows, D, 1);
         s->moe = take(&at, C, D, 1);
     }
+    size_t most = MAX(MAX(D, q), MAX(F, (size_t)c->moe_intermediate_size));
+    if (s->run.backend->scratch) s->run.scratch = take(&at, s->run.backend->scratch(o->chunk, (int)most, o->threads), 1, 1);
     s->logit_rows = s->run.backend->host_memory ? o->chunk : MIN(o->chunk, 8);
     if (!s->run.backend->host_memory) s->logits = take(&at, (size_t)s->logit_rows, (size_t)c->vocab_size, 1);
     return at.overflow ? 0 : at.used;
@@ -1009,6 +1011,7 @@ static const g4_backend *find_backend(const char *name, g4_error *err) {
 
 static void inherit(g4_backend *all, const g4_backend *base) {
     if (!all->alloc) all->alloc = base->alloc, all->release = base->release, all->upload = base->upload, all->download = base->download;
+    if (!all->scratch) all->scratch = base->scratch;
     if (!all->embed) all->embed = base->embed;
     if (!all->matmul) all->matmul = base->matmul;
     if (!all->norm) all->norm = base->norm;

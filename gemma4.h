@@ -687,6 +687,7 @@ typedef struct g4_run {
     const g4_backend *backend;
     int threads;
     g4_precision precision;
+    float *scratch;         /* in the backend's memory, as many floats as backend->scratch() asks for; NULL: none, then products of many rows are slower */
     double *busy;           /* [threads] seconds that each part of an operation took; NULL: nobody asks (--profile does) */
     double (*clock)(void);
 } g4_run;
@@ -741,7 +742,7 @@ typedef struct g4_ple_args {
 
 /* A backend: the operations that forward() lists. An entry left NULL is the base's, then the scalar one. All pointers to data are addresses in the
  * backend's memory, which only it dereferences. Operations are enqueued in order; results may be read after `download`, which waits.
- * A host backend (host_memory = 1) leaves alloc .. download NULL and every operation has finished when it returns. */
+ * A host backend (host_memory = 1) may leave alloc .. download NULL, and every operation has finished when it returns. */
 struct g4_backend {
     const char *name;
     int host_memory;
@@ -751,6 +752,9 @@ struct g4_backend {
     void (*release)(void *p);
     int (*upload)(void *dst, const void *src, size_t bytes);
     int (*download)(void *dst, const void *src, size_t bytes);
+    /* How many floats matmul would like to work with, for products of at most T rows of at most cols columns; SIZE_MAX: more than
+     * can be addressed. NULL: none. */
+    size_t (*scratch)(int T, int cols, int threads);
     /* y [T][cols] = table[token] * scale */
     void (*embed)(const g4_run *, float *y, const g4_tensor *table, const int32_t *token, int T, float scale);
     /* y [T][W.rows] = W x, x [T][W.cols] */

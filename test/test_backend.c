@@ -169,18 +169,23 @@ static void check_matmul(const char *name) {
     static const int widths[] = {1, 2, 15, 16, 17, 31, 48, 64, 100, 511, 1024, 1025, 1536, 2051};
     for (int round = 0; round < 800; round++) {
         g4_dtype type = (g4_dtype)(round % G4_N_TYPES);
-        int cols = fit_width(widths[pick(0, 13)], type), rows = pick(1, round % 10 ? 40 : 200), T = round % 3 ? pick(1, round % 50 ? 20 : 150) : 1;
+        int cols = fit_width(widths[pick(0, 13)], type), rows = pick(1, round % 10 ? 40 : 200), T = round % 3 ? pick(1, round % 7 ? 20 : 300) : 1;
         int kind = round % 5 < 2 ? 0 : round % 5 - 1, precision = pick(0, 3) == 0, threads = pick_threads();
         void *memory;
         g4_tensor W = weight(rows, cols, type, kind, &memory);
         float *x = values((size_t)T * cols, kind), *y = values((size_t)T * rows + 8, 0), *expected = values((size_t)T * rows + 8, 0);
         memcpy(expected, y, sizeof *y * ((size_t)T * rows + 8)); /* what lies behind y must stay */
         g4_run a = run_of(fast, threads, precision), b = run_of(scalar, 1, precision);
+        size_t scratch = round % 14 ? fast->scratch(T, cols, threads) : 0; /* or there is none */
+        float behind[8], *work = values(scratch + 8, 0);
+        memcpy(behind, work + scratch, sizeof behind);
+        if (scratch) a.scratch = work;
         fast->matmul(&a, y, &W, x, T);
         scalar->matmul(&b, expected, &W, x, T);
+        CHECK(!memcmp(behind, work + scratch, sizeof behind), "%s: matmul [%d][%d], T %d, threads %d writes behind its scratch", name, rows, cols, T, threads);
         CHECK_SAME(y, expected, (size_t)T * rows + 8, "%s: matmul [%d][%d], T %d, type %s, values %d, precision %d, threads %d", name, rows, cols, T,
                    g4_types[type].name, kind, precision, threads);
-        free(memory), free(x), free(y), free(expected);
+        free(memory), free(x), free(y), free(expected), free(work);
     }
 }
 

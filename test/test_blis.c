@@ -64,7 +64,13 @@ static void test_products(void) {
         for (size_t i = 0; i < (size_t)T * (size_t)cols; i++) x[i] = (float)(int32_t)rng() * 0x1p-31f;
         for (size_t i = 0; i < n + 8; i++) y[i] = NAN;
         g4_run run = {.backend = &g4_backend_blis, .threads = threads, .precision = bf16 ? G4_BF16 : G4_F32};
+        size_t scratch = g4_backend_blis.scratch(T, cols, threads), changed = 0;
+        float *work = room(sizeof *work * (scratch + 8));
+        for (size_t i = 0; i < scratch + 8; i++) work[i] = NAN;
+        run.scratch = work;
         g4_backend_blis.matmul(&run, y, &W, x, T);
+        for (size_t i = scratch; i < scratch + 8; i++) changed += !isnan(work[i]);
+        CHECK(!changed, "matmul [%d][%d], T %d, threads %d writes behind its scratch", rows, cols, T, threads);
         run.threads = 1;
         g4_backend_scalar.matmul(&run, expected, &W, x, T);
         double e = nmse(y, expected, n), bar = bf16 ? 1e-5 : 1e-12; /* bfloat16: a sum on the other side of a tie is 2^-8 off */
@@ -73,7 +79,7 @@ static void test_products(void) {
         for (size_t i = 0; bf16 && i < n; i++) inexact += y[i] != g4_bf16_round(y[i]);
         for (size_t i = n; i < n + 8; i++) touched += !isnan(y[i]);
         CHECK(!inexact && !touched, "matmul [%d][%d], T %d: %d results are no bfloat16, %d were written behind the last", rows, cols, T, inexact, touched);
-        free(w), free(x), free(y), free(expected);
+        free(w), free(x), free(y), free(expected), free(work);
     }
 }
 
