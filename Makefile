@@ -119,7 +119,7 @@ test-all: test slow-test
 # The same hash from every compiler, processor and system (README, "One set of bits"); installs Debian's cross compilers.
 matrix:
 	sh test/matrix.sh
-# Changes the sources in 317 ways that a porter plausibly does, and requires the tests to notice.
+# Changes the sources in ways that a porter plausibly does (test/mutations.txt), and requires the tests to notice.
 mutate:
 	$(PYTHON) test/mutate.py
 long: all
