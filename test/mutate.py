@@ -28,7 +28,7 @@ FLAGS = "-std=gnu11 -O1 -ffp-contract=off -w -I.".split()
 BLIND = ["readme", "manual", "bench"]  # two look at texts, and one would notice that a line moved; the other takes its time to measure speed
 # The programs that look at a file most closely, the quickest first. All others come after them, the quickest first.
 CLOSEST = {"gemma4.c": ["gemma4"], "quants.c": ["quants", "gemma4"], "checkpoint.c": ["json", "checkpoint"], "gguf.c": ["gguf"], "tokenizer.c": ["tokenizer", "gguf"], "sampler.c": ["sampler"],
-           "chat.c": ["chat"], "answer.c": ["chat"], "engine.c": ["engine"], "statefile.c": ["engine"]}
+           "backend_cpu.c": ["backend"], "chat.c": ["chat"], "answer.c": ["chat"], "engine.c": ["engine"], "statefile.c": ["engine"]}
 
 
 class Change:

@@ -25,6 +25,7 @@ static char table[1 << 14];
 
 static void set_counter(int zone, const char *name, const char *value) {
     char path[256];
+    make_directory("build"); /* where the program was built may be elsewhere */
     make_directory(POWERCAP);
     snprintf(path, sizeof path, POWERCAP "/intel-rapl:%d", zone);
     make_directory(path);
