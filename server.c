@@ -10,15 +10,17 @@
  * Reading order: strings, errors, parameters, jobs (one for each request of a client, with one choice for each answer), what the engine's thread does
  * with an event, the endpoints, the daemon.
  */
-#define _GNU_SOURCE /* MSG_DONTWAIT, pthread_condattr_setclock */
+#define _GNU_SOURCE /* MSG_DONTWAIT, pthread_condattr_setclock, pipe2 */
 #include "server.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <microhttpd.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <arpa/inet.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -99,7 +101,6 @@ typedef struct server {
     int ctx, vocab_size;
     int32_t bos;
     struct MHD_Daemon *daemon;
-    sigset_t signals;            /* that end the server */
     long long started;           /* Unix time */
 
     pthread_mutex_t mutex;       /* guards all that follows, and the jobs */
@@ -1468,12 +1469,29 @@ static int open_socket(const serve_options *o, char *url, size_t room, g4_error 
     return fd;
 }
 
+/* SIGTERM and SIGINT, a byte each. Not blocked and waited for: a signal that this server's threads block goes to one of OpenMP's, which may be older than the server
+ * and then block none, and ends the process. A handler does its work in any thread. */
+static int signal_pipe[2];
+
+static void on_signal(int number) {
+    int before = errno;
+    unsigned char byte = (unsigned char)number;
+    if (write(signal_pipe[1], &byte, 1) < 0) {} /* it is full: nobody waits for one more */
+    errno = before;
+}
+
+/* The next signal; 0: none came in that time. ms -1: however long it takes. */
+static int next_signal(int ms) {
+    struct pollfd p = {.fd = signal_pipe[0], .events = POLLIN};
+    unsigned char byte;
+    return poll(&p, 1, ms) > 0 && read(signal_pipe[0], &byte, 1) == 1 ? byte : 0;
+}
+
 /* Until every answer is sent, at most so many seconds, or till the next signal. With the mutex held. */
-static void wait_for_answers(server *s, const sigset_t *signals, double seconds) {
-    const struct timespec moment = {.tv_nsec = 20 * 1000000L};
+static void wait_for_answers(server *s, double seconds) {
     for (double end = monotonic() + seconds; (s->in_flight || s->exchanges) && monotonic() < end;) {
         pthread_mutex_unlock(&s->mutex);
-        int again = sigtimedwait(signals, NULL, &moment) > 0;
+        int again = next_signal(20);
         pthread_mutex_lock(&s->mutex);
         if (again) break;
     }
@@ -1481,18 +1499,18 @@ static void wait_for_answers(server *s, const sigset_t *signals, double seconds)
 
 /* A thread of its own: waits for SIGTERM or SIGINT, and then for the answers in progress (a second signal ends those at once), and ends the server. */
 static void *wait_for_the_end(void *user) {
-    enum { LAST_WORDS = 2 }; /* seconds to tell clients that their answer is cancelled */
+    enum { LAST_WORDS = 5 }; /* seconds to tell clients that their answer is cancelled; a step in progress comes to its end first */
     server *s = user;
     int number;
-    sigwait(&s->signals, &number);
+    while (!(number = next_signal(-1))) {}
     log_line(s, "%s: no new requests; answers in progress have %d s", number == SIGINT ? "SIGINT" : "SIGTERM", s->o.grace);
     pthread_mutex_lock(&s->mutex);
     s->stopping = 1;
-    wait_for_answers(s, &s->signals, s->o.grace);
+    wait_for_answers(s, s->o.grace);
     if (s->in_flight) log_line(s, "answers that are cancelled: %d", s->in_flight);
     s->stopping = 2;
     pthread_cond_signal(&s->work_to_do);
-    wait_for_answers(s, &s->signals, LAST_WORDS);
+    wait_for_answers(s, LAST_WORDS);
     pthread_mutex_unlock(&s->mutex);
     MHD_socket listening = MHD_quiesce_daemon(s->daemon);
     MHD_stop_daemon(s->daemon); /* waits for the connections, which wait for their jobs, which are cancelled now */
@@ -1514,6 +1532,10 @@ int serve(const serve_options *o, g4_error *err) {
     s.engine = g4_engine_open(o->state, o->tok, &how, err);
     if (!s.engine) return -1;
     int fd = open_socket(o, url, sizeof url, err);
+    if (fd >= 0 && pipe2(signal_pipe, O_CLOEXEC | O_NONBLOCK)) {
+        close(fd);
+        fd = g4_fail(err, "a pipe for signals cannot be had: %s", strerror(errno));
+    }
     if (fd < 0) {
         g4_engine_close(s.engine);
         return -1;
@@ -1521,14 +1543,12 @@ int serve(const serve_options *o, g4_error *err) {
     pthread_mutex_init(&s.mutex, NULL);
     pthread_cond_init(&s.work_to_do, NULL);
 
-    /* Blocked here and in all threads begun from here on; wait_for_the_end takes them. A client that goes away is no reason to die. */
-    sigset_t before;
-    struct sigaction old_pipe, no_pipe = {.sa_handler = SIG_IGN};
-    sigemptyset(&s.signals);
-    sigaddset(&s.signals, SIGTERM);
-    sigaddset(&s.signals, SIGINT);
+    /* A client that goes away is no reason to die. */
+    struct sigaction old_pipe, old_term, old_int, no_pipe = {.sa_handler = SIG_IGN}, to_the_end = {.sa_handler = on_signal, .sa_flags = SA_RESTART};
     sigaction(SIGPIPE, &no_pipe, &old_pipe);
-    pthread_sigmask(SIG_BLOCK, &s.signals, &before);
+    sigaction(SIGTERM, &to_the_end, &old_term);
+    sigaction(SIGINT, NULL, &old_int);
+    if (old_int.sa_handler != SIG_IGN) sigaction(SIGINT, &to_the_end, NULL); /* as it is behind nohup */
 
     pthread_t keeper;
     int failed = 0;
@@ -1547,8 +1567,11 @@ int serve(const serve_options *o, g4_error *err) {
         work(&s); /* here, in the thread that opened the model: OpenMP's threads belong to it, and with those of another thread there would be too many to spin */
         pthread_join(keeper, NULL);
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    sigaction(SIGINT, &old_int, NULL);
+    sigaction(SIGTERM, &old_term, NULL);
     sigaction(SIGPIPE, &old_pipe, NULL);
+    close(signal_pipe[0]);
+    close(signal_pipe[1]);
     g4_engine_close(s.engine);
     pthread_cond_destroy(&s.work_to_do);
     pthread_mutex_destroy(&s.mutex);
