@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """`gemma4 serve` as its clients see it: the official openai package, raw sockets, hostile and impatient ones.
 
-    python3 test/server.py [--program ./gemma4] [--requests 300] [--hostile 400] [--seed N]
+    python3 test/server.py [--program ./gemma4] [--requests 300] [--hostile 400] [--seed N] [--only queue,key]
 
 --requests and --hostile say how many of each the endurance parts send (10000 and 2000 for the figures in README.md). What an answer should be is asked
 of `gemma4 run --ids`, which computes it alone. The last line is "server: N passed, N failed, N skipped".
+
+No check may depend on how fast this machine is, or on how long it lets one of the processes wait: what comes in its own time is waited for (eventually),
+and where a client must act while an answer is computed, the answer is a long one of the slow backend (SLOW).
 """
 import argparse
 import concurrent.futures
@@ -28,6 +31,7 @@ parser.add_argument("--program", default="./gemma4")
 parser.add_argument("--requests", type=int, default=300)
 parser.add_argument("--hostile", type=int, default=400)
 parser.add_argument("--seed", type=int, default=None)
+parser.add_argument("--only", default=None)
 options = parser.parse_args()
 seed = options.seed if options.seed is not None else random.randrange(1 << 30)
 rng = random.Random(seed)
@@ -35,6 +39,8 @@ print("seed %d" % seed)
 
 passed = failed = skipped = 0
 CTX = 256
+PATIENCE = 300  # seconds
+SLOW = ["--backend", "scalar", "--ctx", "16384"]
 AUSTEN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "models", "austen")
 
 
@@ -47,11 +53,22 @@ def check(condition, text):
         print("FAILED", text)
 
 
+def eventually(condition):
+    """Whether it holds at last."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 class Server:
-    def __init__(self, *more, env=None, model=AUSTEN):
-        # a sanitizer keeps what was freed for a while; that little of it, so that it does not look like a leak
-        self.process = subprocess.Popen([options.program, "serve", model, "--port", "0", "--threads", "2", *more], stderr=subprocess.PIPE, text=True,
-                                        env={**os.environ, "OMP_WAIT_POLICY": "passive", "ASAN_OPTIONS": "quarantine_size_mb=1:thread_local_quarantine_size_kb=64", **(env or {})})
+    def __init__(self, *more, env=None, model=AUSTEN, threads=("--threads", "2")):
+        # a sanitizer keeps what was freed for a while; that little of it, so that it does not look like a leak, nor does a heap for each of the threads
+        self.process = subprocess.Popen([options.program, "serve", model, "--port", "0", *threads, *more], stderr=subprocess.PIPE, text=True,
+                                        env={**os.environ, "OMP_WAIT_POLICY": "passive", "ASAN_OPTIONS": "quarantine_size_mb=1:thread_local_quarantine_size_kb=64", "MALLOC_ARENA_MAX": "1",
+                                             **(env or {})})
         self.lines = []
         self.port = None
         for line in self.process.stderr:
@@ -64,7 +81,7 @@ class Server:
             raise SystemExit("the server did not begin: " + "".join(self.lines))
         threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True).start()
 
-    def request(self, method, path, body=None, headers=None, timeout=60):
+    def request(self, method, path, body=None, headers=None, timeout=PATIENCE):
         c = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         c.request(method, path, body if isinstance(body, (bytes, str, type(None))) else json.dumps(body),
                   {"Content-Type": "application/json", **(headers or {})} if method == "POST" else headers or {})
@@ -86,13 +103,13 @@ class Server:
     def memory(self):
         return int(re.search(r"RssAnon:\s+(\d+)", open("/proc/%d/status" % self.process.pid).read())[1])
 
-    def idle(self, seconds=60):
-        end = time.time() + seconds
-        while self.metric("answers_in_flight") and time.time() < end:
-            time.sleep(0.05)
-        return self.metric("answers_in_flight") == 0
+    def idle(self):
+        return eventually(lambda: self.metric("answers_in_flight") == 0)
 
-    def stop(self, seconds=30):
+    def said(self, text):
+        return eventually(lambda: any(text in line for line in self.lines))
+
+    def stop(self, seconds=PATIENCE):
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(seconds)
@@ -163,7 +180,7 @@ def test_parameters(s):
                         ("temperature", 0), ("temperature", 1e-7), ("temperature", -0.0), ("temperature", 1e-45), ("seed", -1), ("seed", 0), ("reasoning_effort", "none"), ("tools", []), ("chat_template_kwargs", {"enable_thinking": False, "preserve_thinking": True, "nor_of_this": 1})]:
         status, answer = s.post("/v1/chat/completions", {**chat, name: value})
         check(status == 200, "%s %r: %d %s" % (name, value, status, answer))
-    check(any("never_heard_of" in line for line in s.lines) and any("nor_of_this" in line for line in s.lines), "an unknown parameter is warned of")
+    check(s.said("never_heard_of") and s.said("nor_of_this"), "an unknown parameter is warned of")
     # what a function's own arguments are called is nobody's business: only tool_calls[].function.arguments is JSON in a string
     for arguments, expected in [({"arguments": "not JSON"}, 200), ("{\"arguments\": \"not JSON\"}", 200), ("not JSON", 400), ("[1]", 400)]:
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -323,10 +340,9 @@ def test_leaving(s):
         if i % 4 == 0:
             c.recv(200)
         c.close()
-    check(s.idle(60), "50 clients left: %d answers are still computed" % s.metric("answers_in_flight"))
+    check(s.idle(), "50 clients left: %d answers are still computed" % s.metric("answers_in_flight"))
     check(s.request("GET", "/health")[0] == 200, "alive")
-    time.sleep(0.3)
-    check(s.descriptors() <= before + 2, "descriptors: %d before, %d after" % (before, s.descriptors()))
+    check(eventually(lambda: s.descriptors() <= before + 2), "descriptors: %d before, %d after" % (before, s.descriptors()))
 
 
 HOSTILE = [b"", b"{", b"[]", b"null", b"5", b"\"x\"", b"{}}", b"{\"messages\":}", b"[" * 1000, b"{\"a\":" * 1000, b"\xff\xfe", b"{\"prompt\":\"\\ud800\"}", b"{\"prompt\":\"\xc3\"}", b"{\"prompt\":\"a\",\"prompt\":\"b\"}",
@@ -427,45 +443,75 @@ def test_endurance(s):
         start = time.time()
         statuses = list(pool.map(ask, range(options.requests)))
     seconds = time.time() - start
-    time.sleep(0.3)
+    check(eventually(lambda: s.descriptors() <= descriptors + 2 and s.memory() < memory + 4096), "%d requests leave memory or descriptors behind" % options.requests)
     print("%d requests in %.1f s; memory %d KB before, %d after; descriptors %d, %d" % (options.requests, seconds, memory, s.memory(), descriptors, s.descriptors()))
-    check(set(statuses) <= {200, 400} and s.memory() < memory + 4096 and s.descriptors() <= descriptors + 2, "%d requests: statuses %s" % (options.requests, set(statuses)))
+    check(set(statuses) <= {200, 400}, "%d requests: statuses %s" % (options.requests, set(statuses)))
 
 
 def test_queue():
-    s = Server("--ctx", "2048", "--parallel", "1", "--queue", "2", "--grace", "300")
-    long = {"prompt": [2, 5], "max_tokens": 2000, "ignore_eos": True}
+    """A full queue refuses; SIGTERM lets answers in progress come to their end, or with --grace 0 cancels them."""
+    s = Server("--parallel", "1", "--queue", "2", "--grace", "3000", *SLOW)
+    over = threading.Event()
+
+    def crowd():  # six for three places: mostly all are taken
+        while not over.is_set():
+            s.request("POST", "/v1/completions", {"prompt": [2, 5], "max_tokens": 50, "ignore_eos": True})
+
+    refused = []
+
+    def turned_away():
+        refused.append(s.request("POST", "/v1/completions", {"prompt": [2, 5], "max_tokens": 1}))
+        return refused[-1][0] == 429
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        crowds = [pool.submit(crowd) for _ in range(6)]
+        eventually(turned_away)
+        over.set()
+        for c in crowds:
+            c.result()
+    status, headers, data = refused[-1]
+    check(status == 429 and headers["Retry-After"] and error_of(json.loads(data))["type"] == "rate_limit_error", "a full queue: %d" % status)
+    check(s.idle(), "idle again")
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        running = [pool.submit(s.request, "POST", "/v1/completions", {**long, "max_tokens": 1000}, timeout=300) for _ in range(3)]
-        end = time.time() + 5
-        while s.metric("answers_in_flight") < 3 and time.time() < end:
-            time.sleep(0.01)
-        status, headers, data = s.request("POST", "/v1/completions", long)
-        check(status == 429 and headers["Retry-After"] and error_of(json.loads(data))["type"] == "rate_limit_error", "a full queue: %d" % status)
+        running = [pool.submit(s.request, "POST", "/v1/completions", {"prompt": [2, 5], "max_tokens": 500, "ignore_eos": True}, timeout=3000) for _ in range(3)]
+        eventually(lambda: s.metric("answers_in_flight") + sum(f.done() for f in running) >= 3)
         s.process.send_signal(signal.SIGTERM)
         statuses = [f.result()[0] for f in running]
         check(statuses == [200, 200, 200], "answers in progress are finished after SIGTERM: %s" % statuses)
-        check(s.process.wait(20) == 0, "status after SIGTERM")
-    s = Server("--ctx", "4096", "--parallel", "1", "--grace", "0")
+        check(s.process.wait(PATIENCE) == 0, "status after SIGTERM")
+    s = Server("--parallel", "1", "--grace", "0", *SLOW)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        running = pool.submit(s.request, "POST", "/v1/completions", {"prompt": [2, 5], "max_tokens": 4000, "ignore_eos": True})
-        time.sleep(0.3)
-        check(s.stop(10) == 0, "status after SIGTERM without grace")
-        check(running.result()[0] in (200, 503), "its client is told")
+        running = pool.submit(s.request, "POST", "/v1/completions", {"prompt": [2, 5], "max_tokens": 16000, "ignore_eos": True})
+        eventually(lambda: s.metric("answers_in_flight") == 1)
+        check(s.stop() == 0, "status after SIGTERM without grace")
+        check(running.result()[0] == 503, "its client is told")
 
 
 def test_long_answer_left():
-    """A client that does not stream and goes while tokens come fast: the answer is not computed to its end."""
-    s = Server("--ctx", "4096", "--parallel", "1")
-    body = json.dumps({"prompt": [2, 5], "max_tokens": 4000, "ignore_eos": True}).encode()
+    """A client that does not stream and goes while tokens come: the answer is not computed to its end."""
+    s = Server("--parallel", "1", *SLOW)
+    body = json.dumps({"prompt": [2, 5], "max_tokens": 16000, "ignore_eos": True}).encode()
     c = socket.create_connection(("127.0.0.1", s.port))
     c.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-    end = time.time() + 10
-    while s.metric("new_tokens_total") < 5 and time.time() < end:
-        time.sleep(0.01)
+    eventually(lambda: s.metric("new_tokens_total") >= 5)
     c.close()
-    check(s.idle(60) and s.metric("new_tokens_total") < 3900 and s.metric("clients_gone_total") == 1, "%d tokens for a client that left" % s.metric("new_tokens_total"))
+    check(s.idle() and s.metric("new_tokens_total") < 15900 and s.metric("clients_gone_total") == 1, "%d tokens for a client that left" % s.metric("new_tokens_total"))
     s.stop()
+
+
+def test_silence():
+    """A connection on which nothing comes, or half a request, is closed after --timeout."""
+    s = Server("--timeout", "1")
+    for begin in [b"", b"POST /tokenize HTTP/1.1\r\nHo", b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{\"con"]:
+        c = socket.create_connection(("127.0.0.1", s.port), timeout=PATIENCE)
+        try:
+            c.sendall(begin)
+            while c.recv(65536):
+                pass
+        except ConnectionError:  # closed before it was sent
+            pass
+        c.close()
+    check(s.stop() == 0, "status")
 
 
 def test_small():
@@ -477,7 +523,7 @@ def test_small():
         check(status == 400 and "at most 1" in error_of(answer)["message"], "more answers than ever fit: %d %s" % (status, answer))
     small = b"{\"prompt\":\"a\",\"max_tokens\":1}"
     for first, expected in [(b" " * 100, b"200"), (b" " * 2000, b"413"), (b"x" * 1024, b"413")]:
-        c = socket.create_connection(("127.0.0.1", s.port), timeout=60)
+        c = socket.create_connection(("127.0.0.1", s.port), timeout=PATIENCE)
         c.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
         for part in (first, small, b""):
             c.sendall(b"%x\r\n%s\r\n" % (len(part), part))
@@ -543,12 +589,14 @@ def test_key():
 
 
 def test_beginning():
+    s = Server(threads=(), env={"OMP_NUM_THREADS": "4"})  # OpenMP is asked for its threads then, which are older than the server's
+    check(s.stop() == 0, "status after SIGTERM, threads not given")
     s = Server()
     second = subprocess.run([options.program, "serve", "--port", str(s.port)], capture_output=True, text=True)
     check(second.returncode == 2 and "cannot listen" in second.stderr, "a port that is taken: %s" % second.stderr)
     s.stop()
     for arguments in [["--host", "not an address"], ["--port", "65536"], ["--parallel", "0"], ["--queue", "x"]]:
-        r = subprocess.run([options.program, "serve", *arguments], capture_output=True, text=True, timeout=30)
+        r = subprocess.run([options.program, "serve", *arguments], capture_output=True, text=True, timeout=PATIENCE)
         check(r.returncode == 2 and r.stderr.count("gemma4: ") == 1, "%s: %d %s" % (arguments, r.returncode, r.stderr))
 
 
@@ -581,9 +629,7 @@ def test_page():
         by("status").get_attribute("textContent")
         d.execute_script("document.getElementById('status').textContent = ''")
         by("input").send_keys(text + "\n")
-        end = time.time() + 60
-        while not by("status").text and time.time() < end:
-            time.sleep(0.05)
+        eventually(lambda: by("status").text)
         return by("status").text
 
     try:
@@ -621,8 +667,12 @@ def main():
         print("skipped: the program was built without the server")
         print("server: 0 passed, 0 failed, 1 skipped")
         return 0
-    s = Server("--ctx", str(CTX), "--parallel", "8", "--queue", "64", "--timeout", "3", "--max-body", "100000")
-    for test in [test_plain, test_parameters, test_limits, test_answers, test_openai, test_concurrent, test_leaving, test_hostile, test_endurance]:
+    one_server = [test_plain, test_parameters, test_limits, test_answers, test_openai, test_concurrent, test_leaving, test_hostile, test_endurance]
+    own_server = [test_queue, test_long_answer_left, test_silence, test_small, test_less_than_the_vocabulary, test_key, test_beginning, test_page]
+    if options.only:
+        one_server, own_server = ([test for test in tests if test.__name__[5:] in options.only.split(",")] for tests in (one_server, own_server))
+    s = Server("--ctx", str(CTX), "--parallel", "8", "--queue", "64", "--max-body", "100000")
+    for test in one_server:
         try:
             test(s)
         except Exception as e:
@@ -632,7 +682,7 @@ def main():
             break
     else:
         check(s.stop() == 0, "status after SIGTERM")
-    for test in [test_queue, test_long_answer_left, test_small, test_less_than_the_vocabulary, test_key, test_beginning, test_page]:
+    for test in own_server:
         try:
             test()
         except Exception as e:
