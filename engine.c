@@ -254,19 +254,23 @@ static int begin(g4_engine *e, job *j) {
 
 /* Those who were cancelled leave, those who wait come in. */
 static void leave_and_come(g4_engine *e) {
+    int idle = 0;
     for (int i = 0; i < e->n_slots; i++) {
         job *j = e->slots[i].job;
-        if (!j || !j->cancelled) continue;
-        leave_slot(e, &e->slots[i]);
-        end_text(e, j, -1, G4_FINISH_CANCELLED, 0, NULL);
+        if (j && j->cancelled) {
+            leave_slot(e, &e->slots[i]);
+            end_text(e, j, -1, G4_FINISH_CANCELLED, 0, NULL);
+        }
+        idle += !e->slots[i].job;
     }
     for (job **at = &e->queue; *at;) {
         job *j = *at;
-        int over = j->cancelled || !j->max_new;
-        if (!over && !begin(e, j)) {
+        int over = j->cancelled || !j->max_new, begins = !over && idle > 0 && begin(e, j);
+        if (!over && !begins) {
             at = &j->next;
             continue;
         }
+        idle -= begins;
         *at = j->next;
         if (over) end_text(e, j, -1, j->cancelled ? G4_FINISH_CANCELLED : G4_FINISH_LENGTH, 0, NULL);
     }
@@ -527,15 +531,15 @@ int64_t g4_engine_add(g4_engine *e, const g4_request *request, g4_error *err) {
         g4_event *events = realloc(e->events, 2 * (size_t)most * sizeof *events);
         if (events) e->events = events;
         text_place *places = events ? realloc(e->places, 2 * (size_t)most * sizeof *places) : NULL;
-        if (!places) return g4_fail(err, "out of memory for the events of %d requests", e->pending + 1);
+        if (!places) return g4_fail(err, "out of memory for the events of %d requests", e->pending + 1), -2;
         e->places = places;
         e->event_room = 2 * most;
     }
     job *j = calloc(1, sizeof *j);
-    if (!j) return g4_fail(err, "out of memory for a request");
+    if (!j) return g4_fail(err, "out of memory for a request"), -2;
     if (fill_job(e, j, request, err)) {
         free_job(j);
-        return -1;
+        return -2;
     }
     job **end = &e->queue;
     while (*end) end = &(*end)->next;
@@ -606,13 +610,14 @@ g4_engine *g4_engine_open(g4_state *state, const g4_tokenizer *tok, const g4_eng
     e->logits = (n + k) < SIZE_MAX / sizeof(float) / V ? malloc((n + k) * V * sizeof(float)) : NULL;
     e->scratch = malloc(V * sizeof(float));
     e->drafts = malloc((n * k + 1) * sizeof *e->drafts);
-    int failed = !e->slots || !e->rows || !e->logits || !e->scratch || !e->drafts;
-    for (size_t i = 0; i < n && !failed; i++) {
+    int no_memory = !e->slots || !e->rows || !e->logits || !e->scratch || !e->drafts;
+    for (size_t i = 0; i < n && !no_memory; i++) {
         e->slots[i].draft = e->drafts + i * k;
         e->slots[i].ids = malloc((size_t)e->ctx * sizeof *e->slots[i].ids);
-        failed = !e->slots[i].ids || g4_truncate(state, (int)i, 0, err);
+        no_memory = !e->slots[i].ids;
+        g4_truncate(state, (int)i, 0, NULL); /* always works */
     }
-    if (!failed) return e;
+    if (!no_memory) return e;
     g4_fail(err, "out of memory for an engine of %d sequences of %d tokens", e->n_slots, e->ctx);
     g4_engine_close(e);
     return NULL;

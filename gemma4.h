@@ -346,7 +346,8 @@ typedef struct g4_engine_stats {
 /* All sequences of the state become the engine's until it is closed; how many there are (n_seqs) is how many requests run at once. tok may be NULL. */
 G4_API g4_engine *g4_engine_open(g4_state *state, const g4_tokenizer *tok, const g4_engine_options *options, g4_error *err);
 G4_API void g4_engine_close(g4_engine *e); /* the state and the tokenizer stay open */
-/* Everything in the request is copied. Gives its number, from 1 on, or -1. Nothing is computed yet; requests begin in the order in which they came. */
+/* Everything in the request is copied. Gives its number, from 1 on; -1: it asks for what cannot be; -2: memory ran out. Nothing is computed yet; requests begin in the
+ * order in which they came. */
 G4_API int64_t g4_engine_add(g4_engine *e, const g4_request *request, g4_error *err);
 /* Its last event comes with the next step, which does not compute for it any more. -1: it has ended already, or never was. */
 G4_API int g4_engine_cancel(g4_engine *e, int64_t request);
