@@ -1428,6 +1428,7 @@ static int command_serve(const arguments *a) {
 #ifdef G4_SERVER
     g4_chat_family family;
     g4_error err;
+    if (a->api_key && !*a->api_key) fatal("--api-key: the key is empty; leave the option out to ask for none");
     session s = open_conversation(a, a->parallel > 0 ? (int)a->parallel : 8, &family);
     const char *key = a->api_key ? a->api_key : getenv("GEMMA4_API_KEY");
     size_t end = strlen(s.path), begin;

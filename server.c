@@ -100,6 +100,7 @@ typedef struct server {
     serve_options o;
     int ctx, vocab_size;
     int32_t bos;
+    int check_host;              /* only this machine can connect, and no key is asked for */
     struct MHD_Daemon *daemon;
     long long started;           /* Unix time */
 
@@ -154,7 +155,7 @@ G4_PRINTF(5, 6) static int fail(failure *f, int status, const char *code, const 
     va_end(args);
     f->status = status;
     f->code = code;
-    f->type = status == 401 ? "authentication_error" : status == 429 ? "rate_limit_error" : status >= 500 ? "server_error" : "invalid_request_error";
+    f->type = status == 429 ? "rate_limit_error" : status >= 500 ? "server_error" : "invalid_request_error";
     snprintf(f->param, sizeof f->param, "%s", param ? param : "");
     return -1;
 }
@@ -382,6 +383,17 @@ static void token_bytes(const g4_tokenizer *tok, int32_t id, string *out) {
     }
 }
 
+/* As the older format writes a token. A byte by itself must not look like others, nor like a character: the tokens of top_logprobs are keys. */
+static void token_key(const g4_tokenizer *tok, int32_t id, string *out) {
+    size_t n = 0;
+    g4_token_piece(tok, id, &n);
+    token_bytes(tok, id, out);
+    if (n != 6 || out->n != 1) return;
+    unsigned char byte = (unsigned char)*out->data;
+    out->n = 0;
+    putf(out, "bytes:\\x%02x", byte);
+}
+
 /* Of a character in several tokens the first counts it. */
 static size_t count_characters(const string *text) {
     size_t n = 0;
@@ -389,12 +401,15 @@ static size_t count_characters(const string *text) {
     return n;
 }
 
+/* JSON has no infinity; OpenAI's API writes -9999. */
+static double finite_logprob(double logprob) { return logprob > -9999.0 ? logprob : -9999.0; }
+
 /* "token":..,"logprob":..,"bytes":[..] */
 static void put_token_logprob(string *out, const g4_tokenizer *tok, int32_t id, double logprob, string *scratch) {
     token_bytes(tok, id, scratch);
     put(out, "\"token\":");
     put_json(out, scratch->data, scratch->n);
-    putf(out, ",\"logprob\":%.9g,\"bytes\":[", logprob > -9999.0 ? logprob : -9999.0);
+    putf(out, ",\"logprob\":%.9g,\"bytes\":[", finite_logprob(logprob));
     for (size_t i = 0; i < scratch->n; i++) putf(out, "%s%d", i ? "," : "", (unsigned char)scratch->data[i]);
     put(out, "]");
 }
@@ -566,18 +581,22 @@ static void add_logprob(choice *c, const g4_event *e, string *scratch) {
         return;
     }
     const char *comma = c->n_logprobs++ ? "," : "";
+    putf(&c->lp_offsets, "%s%zu", comma, c->text_offset);
     token_bytes(tok, e->token, scratch);
+    c->text_offset += count_characters(scratch);
+    token_key(tok, e->token, scratch);
     put(&c->lp_tokens, comma);
     put_json(&c->lp_tokens, scratch->data, scratch->n);
-    putf(&c->lp_offsets, "%s%zu", comma, c->text_offset);
-    c->text_offset += count_characters(scratch);
-    putf(&c->lp_values, "%s%.9g", comma, e->logprob > -9999.0 ? e->logprob : -9999.0);
+    putf(&c->lp_values, "%s%.9g", comma, finite_logprob(e->logprob));
     putf(&c->lp_tops, "%s{", comma);
-    for (int i = 0; i < e->n_top; i++) {
-        token_bytes(tok, e->top[i].id, scratch);
+    for (int i = 0, given = 0; i <= e->n_top; i++) { /* the chosen one comes last if it is none of the best */
+        if (i == e->n_top && given) break;
+        const g4_logprob top = i < e->n_top ? e->top[i] : (g4_logprob){e->token, e->logprob};
+        given |= top.id == e->token;
+        token_key(tok, top.id, scratch);
         if (i) put(&c->lp_tops, ",");
         put_json(&c->lp_tops, scratch->data, scratch->n);
-        putf(&c->lp_tops, ":%.9g", e->top[i].logprob > -9999.0 ? e->top[i].logprob : -9999.0);
+        putf(&c->lp_tops, ":%.9g", finite_logprob(top.logprob));
     }
     put(&c->lp_tops, "}");
 }
@@ -674,9 +693,9 @@ static void begin_jobs(server *s) {
             g4_error err;
             failure f;
             c->request = g4_engine_add(s->engine, &c->r, &err);
-            if (c->request >= 0) continue;
+            if (c->request > 0) continue;
+            fail(&f, c->request == -1 ? 400 : 500, NULL, NULL, "%s", err.text);
             c->request = 0;
-            fail(&f, 400, NULL, NULL, "%s", err.text);
             cancel_job(s, j);
             for (int k = 0; k < j->n_choices; k++) j->choices[k].done = 1;
             j->open = 0;
@@ -1293,6 +1312,20 @@ static int find_endpoint(const char *url) {
     return strncmp(url, "/v1/models/", 11) ? ENDPOINT_OTHER : ENDPOINT_MODELS;
 }
 
+/* A page of any site may let its name stand for this machine's own address (DNS rebinding): its browser then takes this server for a part of that site, and gives it the
+ * answers. What it cannot change is the header Host. So a name that is not this machine's is refused where nothing else keeps strangers out; an address is no name, and
+ * a request without Host comes from no browser. */
+static int is_own_host(const server *s, const char *host) {
+    char name[256];
+    unsigned char address[4];
+    if (!host || *host == '[') return 1; /* an IPv6 address */
+    size_t n = strcspn(host, ":"), suffix = strlen(".localhost");
+    if (n >= sizeof name) return 0;
+    memcpy(name, host, n);
+    name[n] = 0;
+    return inet_pton(AF_INET, name, address) == 1 || !strcasecmp(name, "localhost") || (n > suffix && !strcasecmp(name + n - suffix, ".localhost")) || !strcasecmp(name, s->o.host);
+}
+
 /* In a time that does not depend on where they differ. */
 static int same_key(const char *a, const char *b) {
     size_t n = strlen(a), m = strlen(b), different = n ^ m;
@@ -1306,7 +1339,10 @@ static int check_head(exchange *x, const char *url, const char *method, failure 
     const char *length = MHD_lookup_connection_value(x->connection, MHD_HEADER_KIND, "Content-Length");
     const char *type = MHD_lookup_connection_value(x->connection, MHD_HEADER_KIND, "Content-Type");
     const char *key = MHD_lookup_connection_value(x->connection, MHD_HEADER_KIND, "Authorization");
+    const char *host = MHD_lookup_connection_value(x->connection, MHD_HEADER_KIND, "Host");
     int post = x->endpoint <= ENDPOINT_DETOKENIZE;
+    if (s->check_host && !is_own_host(s, host))
+        return fail(f, 403, "host_not_allowed", NULL, "Host: %.200s is no name of this machine; a server that is to be reached under another name, through a proxy, needs --api-key", host);
     if (x->endpoint == ENDPOINT_OTHER) return fail(f, 404, NULL, NULL, "there is no %.200s here", url);
     if (post ? strcmp(method, "POST") != 0 : strcmp(method, "GET") && strcmp(method, "HEAD"))
         return fail(f, 405, NULL, NULL, "%.200s: expected the method %s, found %.20s", url, post ? "POST" : "GET", method);
@@ -1437,7 +1473,8 @@ static void on_completed(void *user, struct MHD_Connection *connection, void **c
 
 static void ignore(void *user, const char *format, va_list args) { (void)user, (void)format, (void)args; }
 
-static int open_socket(const serve_options *o, char *url, size_t room, g4_error *err) {
+/* The listening socket, or -1. *local: nobody but this machine can connect. */
+static int open_socket(const serve_options *o, char *url, size_t room, int *local, g4_error *err) {
     char port[16], host[INET6_ADDRSTRLEN];
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_PASSIVE}, *list = NULL;
     snprintf(port, sizeof port, "%d", o->port);
@@ -1465,6 +1502,7 @@ static int open_socket(const serve_options *o, char *url, size_t room, g4_error 
         close(fd);
         return g4_fail(err, "--host %s --port %d: the system does not tell the address of the socket", o->host, o->port);
     }
+    *local = bound.ss_family == AF_INET6 ? IN6_IS_ADDR_LOOPBACK(&((struct sockaddr_in6 *)&bound)->sin6_addr) : ntohl(((struct sockaddr_in *)&bound)->sin_addr.s_addr) >> 24 == 127;
     snprintf(url, room, bound.ss_family == AF_INET6 ? "http://[%s]:%s" : "http://%s:%s", host, port);
     return fd;
 }
@@ -1531,7 +1569,7 @@ int serve(const serve_options *o, g4_error *err) {
     if (s.bos < 0) return g4_fail(err, "the tokenizer has no token <bos>, with which a text must begin");
     s.engine = g4_engine_open(o->state, o->tok, &how, err);
     if (!s.engine) return -1;
-    int fd = open_socket(o, url, sizeof url, err);
+    int local = 0, fd = open_socket(o, url, sizeof url, &local, err);
     if (fd >= 0 && pipe2(signal_pipe, O_CLOEXEC | O_NONBLOCK)) {
         close(fd);
         fd = g4_fail(err, "a pipe for signals cannot be had: %s", strerror(errno));
@@ -1540,6 +1578,7 @@ int serve(const serve_options *o, g4_error *err) {
         g4_engine_close(s.engine);
         return -1;
     }
+    s.check_host = local && !o->api_key;
     pthread_mutex_init(&s.mutex, NULL);
     pthread_cond_init(&s.work_to_do, NULL);
 

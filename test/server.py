@@ -73,7 +73,7 @@ class Server:
         self.port = None
         for line in self.process.stderr:
             self.lines.append(line)
-            found = re.match(r"listening on http://127\.0\.0\.1:(\d+)$", line)
+            found = re.match(r"listening on http://(?:127\.0\.0\.1|0\.0\.0\.0):(\d+)$", line)
             if found:
                 self.port = int(found[1])
                 break
@@ -261,6 +261,15 @@ def test_answers(s):
     pound = s.post("/tokenize", {"content": "\u00a3"})[1]["tokens"]
     answer = s.post("/v1/completions", {"prompt": "It is", "max_tokens": 4, "temperature": 0, "logprobs": 0, "logit_bias": {str(pound[0]): 100}})[1]["choices"][0]
     check(len(pound) == 1 and answer["text"] == 4 * "\u00a3" and answer["logprobs"]["text_offset"] == [0, 1, 2, 3], "text_offset: %s" % answer)
+    # the older format's candidates: the chosen token is one of them however bad it is, and a byte that is no character has a name of its own
+    answer = s.post("/v1/completions", {"prompt": "It is a truth", "max_tokens": 20, "seed": 7, "logprobs": 1, "temperature": 3})[1]["choices"][0]["logprobs"]
+    check({len(top) for top in answer["top_logprobs"]} == {1, 2} and all(top[t] == p for t, p, top in zip(answer["tokens"], answer["token_logprobs"], answer["top_logprobs"])), "top_logprobs: %s" % answer)
+    answer = s.post("/v1/completions", {"prompt": "It is", "max_tokens": 1, "logprobs": 0, "temperature": 0})[1]["choices"][0]["logprobs"]
+    check(answer["top_logprobs"] == [{answer["tokens"][0]: answer["token_logprobs"][0]}], "logprobs 0: %s" % answer)
+    byte = {piece: i for piece, i in json.load(open(os.path.join(AUSTEN, "tokenizer.json")))["model"]["vocab"].items() if piece in ("<0xE2>", "<0x41>")}
+    for piece, i in byte.items():
+        answer = s.post("/v1/completions", {"prompt": "It is", "max_tokens": 1, "logprobs": 0, "temperature": 0, "logit_bias": {str(i): 100}})[1]["choices"][0]["logprobs"]
+        check(answer["tokens"] == ["bytes:\\x" + piece[3:5].lower()] and answer["text_offset"] == [0], "a byte: %s" % answer)
     a, b = (s.post("/v1/chat/completions", chat)[1]["choices"][0]["message"]["content"] for _ in range(2))
     check(a == b == whole, "one seed, one text")
     check(s.post("/v1/chat/completions", {**chat, "seed": 4})[1]["choices"][0]["message"]["content"] != whole, "another seed, another text")
@@ -336,7 +345,7 @@ def test_leaving(s):
     for i in range(50):
         c = socket.create_connection(("127.0.0.1", s.port))
         body = json.dumps({"prompt": [2] + [rng.randrange(5, 500) for _ in range(100)], "max_tokens": 1000, "ignore_eos": True, "stream": i % 2 == 0}).encode()
-        c.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        c.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         if i % 4 == 0:
             c.recv(200)
         c.close()
@@ -393,7 +402,7 @@ def test_hostile(s):
             body = body or bytearray(b"{")
         path = rng.choice(["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/models", "/%ff%00", "/" + "a" * 3000]).encode()
         length = rng.choice([str(len(body)), str(len(body)), str(len(body)), str(len(body) + 10), "0", "-1", "x", "99999999999999999999", "18446744073709551616"]).encode()
-        head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: " + length + b"\r\nConnection: close\r\n\r\n"
+        head = b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: " + length + b"\r\nConnection: close\r\n\r\n"
         way = rng.randrange(8)
         if way == 0:
             head = bytes(rng.randrange(256) for _ in range(rng.randrange(1, 200)))
@@ -492,7 +501,7 @@ def test_long_answer_left():
     s = Server("--parallel", "1", *SLOW)
     body = json.dumps({"prompt": [2, 5], "max_tokens": 16000, "ignore_eos": True}).encode()
     c = socket.create_connection(("127.0.0.1", s.port))
-    c.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    c.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
     eventually(lambda: s.metric("new_tokens_total") >= 5)
     c.close()
     check(s.idle() and s.metric("new_tokens_total") < 15900 and s.metric("clients_gone_total") == 1, "%d tokens for a client that left" % s.metric("new_tokens_total"))
@@ -524,7 +533,7 @@ def test_small():
     small = b"{\"prompt\":\"a\",\"max_tokens\":1}"
     for first, expected in [(b" " * 100, b"200"), (b" " * 2000, b"413"), (b"x" * 1024, b"413")]:
         c = socket.create_connection(("127.0.0.1", s.port), timeout=PATIENCE)
-        c.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
+        c.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
         for part in (first, small, b""):
             c.sendall(b"%x\r\n%s\r\n" % (len(part), part))
         check(c.recv(65536)[9:12] == expected, "a body in parts, the first of %d bytes: not %s" % (len(first), expected))
@@ -588,6 +597,41 @@ def test_key():
     s.stop()
 
 
+def test_host():
+    """A foreign page may have its name stand for 127.0.0.1, and would be given answers to read: other names than this machine's are refused. Not where a key is asked
+    for, or where others are to connect anyway, by whatever name."""
+    def asked(s, host, path="/v1/models"):
+        c = http.client.HTTPConnection("127.0.0.1", s.port, timeout=PATIENCE)
+        c.putrequest("GET", path, skip_host=True)
+        if host is not None:
+            c.putheader("Host", host)
+        c.endheaders()
+        r = c.getresponse()
+        data = r.read()
+        c.close()
+        return r.status, data
+
+    s = Server()
+    for host, expected in [("localhost", 200), ("LocalHost:8080", 200), ("127.0.0.1", 200), ("127.0.0.1:%d" % s.port, 200), ("[::1]:80", 200), ("192.168.0.7:80", 200), ("me.localhost", 200),
+                           ("evil.example", 403), ("evil.example:%d" % s.port, 403), ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403), ("notlocalhost", 403), (".localhost", 403),
+                           ("a" * 300, 403), (":80", 403)]:
+        for path in ["/v1/models", "/", "/metrics", "/health", "/none"]:
+            status, data = asked(s, host, path)
+            check(status == (404 if path == "/none" and expected == 200 else expected), "Host: %s, %s: %d" % (host, path, status))
+            check(status != 403 or (error_of(json.loads(data))["code"] == "host_not_allowed" and "--api-key" in error_of(json.loads(data))["message"]), "Host: %s: %s" % (host, data))
+    status, headers, data = s.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1}, {"Host": "evil.example"})
+    check(status == 403, "a post for another host: %d" % status)
+    c = socket.create_connection(("127.0.0.1", s.port), timeout=PATIENCE)
+    c.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+    check(c.recv(65536)[9:12] == b"200", "HTTP/1.0 without Host")
+    c.close()
+    check(s.stop() == 0, "status")
+    for how, status in [(["--api-key", "secret"], 401), (["--host", "0.0.0.0"], 200)]:
+        s = Server(*how)
+        check(asked(s, "proxy.example")[0] == status, "any name with %s" % how)
+        s.stop()
+
+
 def test_beginning():
     s = Server(threads=(), env={"OMP_NUM_THREADS": "4"})  # OpenMP is asked for its threads then, which are older than the server's
     check(s.stop() == 0, "status after SIGTERM, threads not given")
@@ -595,7 +639,7 @@ def test_beginning():
     second = subprocess.run([options.program, "serve", "--port", str(s.port)], capture_output=True, text=True)
     check(second.returncode == 2 and "cannot listen" in second.stderr, "a port that is taken: %s" % second.stderr)
     s.stop()
-    for arguments in [["--host", "not an address"], ["--port", "65536"], ["--parallel", "0"], ["--queue", "x"]]:
+    for arguments in [["--host", "not an address"], ["--port", "65536"], ["--parallel", "0"], ["--queue", "x"], ["--api-key", ""]]:
         r = subprocess.run([options.program, "serve", *arguments], capture_output=True, text=True, timeout=PATIENCE)
         check(r.returncode == 2 and r.stderr.count("gemma4: ") == 1, "%s: %d %s" % (arguments, r.returncode, r.stderr))
 
@@ -668,7 +712,7 @@ def main():
         print("server: 0 passed, 0 failed, 1 skipped")
         return 0
     one_server = [test_plain, test_parameters, test_limits, test_answers, test_openai, test_concurrent, test_leaving, test_hostile, test_endurance]
-    own_server = [test_queue, test_long_answer_left, test_silence, test_small, test_less_than_the_vocabulary, test_key, test_beginning, test_page]
+    own_server = [test_queue, test_long_answer_left, test_silence, test_small, test_less_than_the_vocabulary, test_key, test_host, test_beginning, test_page]
     if options.only:
         one_server, own_server = ([test for test in tests if test.__name__[5:] in options.only.split(",")] for tests in (one_server, own_server))
     s = Server("--ctx", str(CTX), "--parallel", "8", "--queue", "64", "--max-body", "100000")
