@@ -137,7 +137,7 @@ typedef struct format {
     int integers;
     int first, stride; /* in bytes: where those of the first 32 weights begin, and from there to the next */
     int crossed;       /* a high nibble belongs to the weight 32 after that of the low one; else 16 */
-    int plus;          /* the formula has a second term */
+    int plus;          /* 1 or -1: the formula has a second term, which is added or subtracted */
     int shift;         /* log2 of the number of weights that share a scale */
     int8_t level[16];  /* what the nibbles stand for */
 } format;
@@ -150,18 +150,17 @@ static const format formats[G4_N_TYPES] = {
     [G4_TYPE_IQ4_NL] = {NIBBLES, 2, 18, 0, 0, 5, IQ4},
     [G4_TYPE_IQ4_XS] = {NIBBLES, 8, 16, 0, 0, 5, IQ4},
     [G4_TYPE_MXFP4] = {NIBBLES, 1, 17, 0, 0, 5, {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}},
-    [G4_TYPE_Q4_K] = {NIBBLES, 16, 16, 1, 1, 5, FROM_0},
+    [G4_TYPE_Q4_K] = {NIBBLES, 16, 16, 1, -1, 5, FROM_0},
     [G4_TYPE_Q8_0] = {BYTES, 2, 34, 0, 0, 5, {0}},
     [G4_TYPE_Q5_0] = {0, 0, 32, 0, 0, 5, {0}},
     [G4_TYPE_Q5_1] = {0, 0, 32, 0, 1, 5, {0}},
-    [G4_TYPE_Q2_K] = {0, 0, 32, 0, 1, 4, {0}},
+    [G4_TYPE_Q2_K] = {0, 0, 32, 0, -1, 4, {0}},
     [G4_TYPE_Q3_K] = {0, 0, 32, 0, 0, 4, {0}},
-    [G4_TYPE_Q5_K] = {0, 0, 32, 0, 1, 5, {0}},
+    [G4_TYPE_Q5_K] = {0, 0, 32, 0, -1, 5, {0}},
     [G4_TYPE_Q6_K] = {0, 0, 32, 0, 0, 4, {0}},
 };
 
-/* Up to 256 quantised weights of a row, taken apart: weight i is term[k] * q[i] + term[(256 >> shift) + k], k = i >> shift; where there is a
- * second term, the first comes with its sign changed (see fused). */
+/* Up to 256 quantised weights of a row, taken apart: weight i is term[k] * q[i], plus or minus term[(256 >> shift) + k], k = i >> shift. */
 typedef struct piece {
     float term[32];
     int8_t q[256]; /* unless they can be read where they lie */
@@ -248,6 +247,7 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define eight_tokens VERSION(eight_tokens, ISA)
 #define eight_tokens_one_row VERSION(eight_tokens_one_row, ISA)
 #define take_apart_any VERSION(take_apart_any, ISA)
+#define add_products VERSION(add_products, ISA)
 #define quantised_rows VERSION(quantised_rows, ISA)
 #define product_widened VERSION(product_widened, ISA)
 #define product_rows VERSION(product_rows, ISA)
@@ -957,18 +957,34 @@ static INLINE TARGET float half_at(const unsigned char *p) {
 #endif
 }
 
-/* to [n] = n <= 8 halves, `stride` bytes apart, or those with their signs changed */
-static INLINE TARGET void halves_at(float *to, const unsigned char *p, int stride, int n, int minus) {
+/* to [n] = n <= 8 halves, `stride` bytes apart */
+static INLINE TARGET void halves_at(float *to, const unsigned char *p, int stride, int n) {
+#if LANES == 16
+    if (n == 8 && (stride <= 20 || stride > 32)) { /* picked from 64 bytes each, where four or two of them lie */
+        const short s = (short)(stride / 2);
+        __m128i halves;
+        if (stride <= 20) {
+            const __m128i which = _mm_set_epi16(32 + 3 * s, 32 + 2 * s, 32 + s, 32, 3 * s, 2 * s, s, 0);
+            halves = _mm512_castsi512_si128(_mm512_permutex2var_epi16(_mm512_loadu_si512(p), _mm512_castsi128_si512(which), _mm512_loadu_si512(p + 4 * stride)));
+        } else {
+            const __m128i which = _mm_set_epi16(0, 0, 0, 0, 32 + s, 32, s, 0);
+            __m512i a = _mm512_permutex2var_epi16(_mm512_loadu_si512(p), _mm512_castsi128_si512(which), _mm512_loadu_si512(p + 2 * stride));
+            __m512i b = _mm512_permutex2var_epi16(_mm512_loadu_si512(p + 4 * stride), _mm512_castsi128_si512(which), _mm512_loadu_si512(p + 6 * stride));
+            halves = _mm_unpacklo_epi64(_mm512_castsi512_si128(a), _mm512_castsi512_si128(b));
+        }
+        _mm256_storeu_ps(to, _mm256_cvtph_ps(halves));
+        return;
+    }
+#endif
 #if LANES > 4
     if (n == 8) {
-        const uint64_t signs = minus ? 0x8000800080008000 : 0;
-        uint64_t four[2] = {signs, signs};
-        UNROLL for (int i = 0; i < 8; i++) four[i / 4] ^= (uint64_t)load16(p + i * stride) << 16 * (i % 4);
+        uint64_t four[2] = {0};
+        UNROLL for (int i = 0; i < 8; i++) four[i / 4] |= (uint64_t)load16(p + i * stride) << 16 * (i % 4);
         _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_set_epi64x((int64_t)four[1], (int64_t)four[0])));
         return;
     }
 #endif
-    for (int i = 0; i < n; i++) to[i] = float_of_half(load16(p + i * stride) ^ (minus ? 0x8000u : 0));
+    for (int i = 0; i < n; i++) to[i] = float_of_half(load16(p + i * stride));
 }
 
 /* The 8 scales and 8 minimums of a Q4_K or Q5_K, of 6 bits each. */
@@ -980,17 +996,13 @@ static INLINE TARGET void six_bits(float *term, const unsigned char *p) {
     end = (c | (uint64_t)c << 28) & 0x0f0f0f0f0f0f0f0f;
     high = end | (low >> 6 & 0x0303030303030303) << 4;
     low &= 0x3f3f3f3f3f3f3f3f;
-#if LANES == 16
-    const __m512i which = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
-    uint32_t halves;
-    memcpy(&halves, p, sizeof halves);
-    __m128i six = _mm_shuffle_epi32(_mm_set_epi64x((int64_t)high, (int64_t)low), 0xd8);
-    __m512 d = _mm512_permutexvar_ps(which, _mm512_castps128_ps512(_mm_cvtph_ps(_mm_cvtsi32_si128((int)(halves ^ 0x80008000)))));
-    _mm512_storeu_ps(term, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(six)), d));
+#if LANES > 4
+    quad d = (quad)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(const void *)p));
 #else
-    scale_eight(term, (low & 0xffffffff) | high << 32, -half_at(p));
-    scale_eight(term + 8, low >> 32 | (high & 0xffffffff00000000), -half_at(p + 2));
+    quad d = {half_at(p), half_at(p + 2)};
 #endif
+    scale_eight(term, (low & 0xffffffff) | high << 32, d[0]);
+    scale_eight(term + 8, low >> 32 | (high & 0xffffffff00000000), d[1]);
 }
 
 /* n weights, whole blocks of a type, at p */
@@ -1002,11 +1014,11 @@ static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned ch
     int8_t *q = to->q;
     switch (type) {
     case G4_TYPE_Q4_0: case G4_TYPE_Q8_0: case G4_TYPE_IQ4_NL:
-        halves_at(term, p, f->stride, runs, 0);
+        halves_at(term, p, f->stride, runs);
         break;
     case G4_TYPE_Q4_1:
-        halves_at(term, p, 20, runs, 1);
-        halves_at(term + 8, p + 2, 20, runs, 0);
+        halves_at(term, p, 20, runs);
+        halves_at(term + 8, p + 2, 20, runs);
         break;
     case G4_TYPE_MXFP4:
         for (int k = 0; k < 8; k++) {
@@ -1015,14 +1027,14 @@ static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned ch
         }
         break;
     case G4_TYPE_Q5_0:
-        halves_at(term, p, 22, runs, 0);
+        halves_at(term, p, 22, runs);
         for (int k = 0; k < runs; k++, p += 22, q += 32) {
             store32(q, or32(split(p + 6), where(~(load16(p + 2) | (uint32_t)load16(p + 4) << 16), 0xf0))); /* 16 or minus 16 comes to the same */
         }
         break;
     case G4_TYPE_Q5_1:
-        halves_at(term, p, 24, runs, 1);
-        halves_at(term + 8, p + 2, 24, runs, 0);
+        halves_at(term, p, 24, runs);
+        halves_at(term + 8, p + 2, 24, runs);
         for (int k = 0; k < runs; k++, p += 24, q += 32) {
             store32(q, or32(split(p + 8), where(load16(p + 4) | (uint32_t)load16(p + 6) << 16, 16)));
         }
@@ -1030,8 +1042,8 @@ static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned ch
     case G4_TYPE_Q2_K: {
         int8_t four[32];
         store32(four, split(p));
-        scale_bytes(term, four, -half_at(p + 80));
-        scale_bytes(term + 16, four + 16, -half_at(p + 82));
+        scale_bytes(term, four, half_at(p + 80));
+        scale_bytes(term + 16, four + 16, half_at(p + 82));
         for (int i = 0; i < 64; i += STEP) {
             byte_vec b = load_bytes(p + 16 + i);
             UNROLL for (int k = 0; k < 4; k++) store_bytes(q + i / 32 * 128 + i % 32 + 32 * k, shift_right(b, 2 * k) & 3);
@@ -1122,29 +1134,31 @@ static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned ch
 #endif
 }
 
-/* a * b + c, where the product is exact. A number that is spread over a vector on its own takes this shuffle's place in the processor; one that is an
- * operand does not. So a comes with its sign changed, and `sign`, whose value the compiler does not know, changes it back. */
-static INLINE TARGET vec fused(float minus_a, vec b, float c, vec sign) {
+/* a * b + c, or minus c, where the product is exact. A number that is spread over a vector on its own takes a shuffle's place in the processor; one that is
+ * an operand does not. So a is changed by `nothing`, which is 0, but the compiler does not know that. */
+static INLINE TARGET vec fused(float a, vec b, float c, int minus, vec nothing) {
 #if LANES == 16
-    uint32_t bits = bits_of(minus_a);
-    __m512 a = (__m512)_mm512_xor_epi32((__m512i)sign, _mm512_set1_epi32((int)bits));
-    return (vec)_mm512_fmadd_ps(a, (__m512)b, _mm512_set1_ps(c));
+    uint32_t bits = bits_of(a);
+    __m512 spread = (__m512)_mm512_or_epi32((__m512i)nothing, _mm512_set1_epi32((int)bits)), d = _mm512_set1_ps(c);
+    return minus ? (vec)_mm512_fmsub_ps(spread, (__m512)b, d) : (vec)_mm512_fmadd_ps(spread, (__m512)b, d);
 #elif LANES == 8
-    (void)sign;
-    return (vec)_mm256_fnmadd_ps(_mm256_set1_ps(minus_a), (__m256)b, _mm256_set1_ps(c));
+    (void)nothing;
+    __m256 spread = _mm256_set1_ps(a), d = _mm256_set1_ps(c);
+    return minus ? (vec)_mm256_fmsub_ps(spread, (__m256)b, d) : (vec)_mm256_fmadd_ps(spread, (__m256)b, d);
 #else
-    (void)sign;
-    return -minus_a * b + c;
+    (void)nothing;
+    return minus ? a * b - c : a * b + c;
 #endif
 }
 
 /* w [4][PARTS] = 64 weights (32, if `half`) of a type: their integers begin at q, those of the second 32 `stride` bytes on; k: number of their first scale */
-static INLINE TARGET void weights(vec w[4][PARTS], int half, g4_dtype type, const float *term, int k, const int8_t *q, int stride, vec level, vec sign) {
+static INLINE TARGET void weights(vec w[4][PARTS], int half, g4_dtype type, const float *term, int k, const int8_t *q, int stride, vec level, vec nothing) {
     const format *f = &formats[type];
-    const float *scale = term + k, *plus = scale + (256 >> f->shift);
+    const float *scale = term + k;
 #if LANES == 16
     if (f->integers == NIBBLES) { /* 16 floats that the nibbles stand for; an index is the low 4 bits of a number */
-        vec a = f->plus ? fused(scale[0], level, plus[0], sign) : scale[0] * level, b;
+        const float *plus = scale + (256 >> f->shift);
+        vec a = f->plus ? fused(scale[0], level, plus[0], f->plus < 0, nothing) : scale[0] * level, b;
         __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)q)), high = _mm512_srli_epi32(low, 4);
         w[0][0] = (vec)_mm512_permutexvar_ps(low, (__m512)a);
         if (half) {
@@ -1152,18 +1166,23 @@ static INLINE TARGET void weights(vec w[4][PARTS], int half, g4_dtype type, cons
             return;
         }
         __m512i next = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(q + stride)));
-        b = f->plus ? fused(scale[1], level, plus[1], sign) : scale[1] * level;
+        b = f->plus ? fused(scale[1], level, plus[1], f->plus < 0, nothing) : scale[1] * level;
         w[1][0] = (vec)_mm512_permutexvar_ps(f->crossed ? next : high, (__m512)a);
         w[2][0] = (vec)_mm512_permutexvar_ps(f->crossed ? high : next, (__m512)b);
         w[3][0] = (vec)_mm512_permutexvar_ps(_mm512_srli_epi32(next, 4), (__m512)b);
         return;
     }
 #endif
-    (void)level, (void)sign;
+    (void)level, (void)nothing;
+    const float *again = scale; /* for every second vector: a number that compilers know to be the same would be spread over a vector on its own */
+#if LANES == 16
+    __asm__("" : "+r"(again));
+#endif
     for (int i = 0; i < (half ? 2 : 4); i++)
         UNROLL for (int p = 0; p < PARTS; p++) {
+            const float *s = (i % 2 ? again : scale) + (16 * i >> f->shift);
             vec x = from_bytes(q + i / 2 * stride + i % 2 * 16, p);
-            w[i][p] = f->plus ? fused(scale[16 * i >> f->shift], x, plus[16 * i >> f->shift], sign) : scale[16 * i >> f->shift] * x;
+            w[i][p] = f->plus ? fused(s[0], x, s[256 >> f->shift], f->plus < 0, nothing) : s[0] * x;
         }
 }
 
@@ -1172,8 +1191,8 @@ static TARGET void widen_quantised(float *w, const unsigned char *p, g4_dtype ty
     const format *f = &formats[type];
     const int in_place = f->integers == BYTES || (f->integers == NIBBLES && LANES == 16), stride = in_place ? f->stride : 32;
     const vec level = from_bytes(f->level, 0);
-    vec sign = -(vec){0};
-    KEEP(sign);
+    vec nothing = {0};
+    KEEP(nothing);
     for (int i = 0; i < n; i += 256) {
         piece from;
         const int some = MIN(256, n - i);
@@ -1182,7 +1201,7 @@ static TARGET void widen_quantised(float *w, const unsigned char *p, g4_dtype ty
         for (int j = 0; j < some; j += 64, q += 2 * stride) {
             vec v[4][PARTS];
             const int half = some - j < 64;
-            weights(v, half, type, from.term, j >> f->shift, q, stride, level, sign);
+            weights(v, half, type, from.term, j >> f->shift, q, stride, level, nothing);
             for (int k = 0; k < (half ? 2 : 4); k++)
                 UNROLL for (int part = 0; part < PARTS; part++) store(w + i + j + 16 * k + LANES * part, v[k][part]);
         }
@@ -1383,78 +1402,92 @@ static TARGET void finish(float *y, const float *lanes, int N, int rows, int rou
 
 static NOINLINE TARGET void take_apart_any(piece *to, g4_dtype type, const unsigned char *p, int n) { take_apart(to, type, p, n); }
 
-/* y [rows] of up to N tokens, R rows at a time; before a piece of them is multiplied, the next one is taken apart. `known`: type is a constant. */
+/* a [R][N] += 64 (32, if `half`) weights of rows first .. end - 1 by N tokens */
+static INLINE TARGET void add_products(int first, int end, int N, int half, vec a[QUANT_ROWS][QUANT_TOKENS][PARTS], vec w[QUANT_ROWS][4][PARTS], const float *x, const size_t *token) {
+    UNROLL for (int t = 0; t < N; t++)
+        UNROLL for (int i = 0; i < 4; i++)
+            UNROLL for (int p = 0; p < PARTS; p++) {
+                if (half && i >= 2) continue;
+                vec v = load(x + token[t] + 16 * i + LANES * p);
+                KEEP(v);
+                UNROLL for (int r = first; r < end; r++) a[r][t][p] += w[r][i][p] * v;
+            }
+}
+
+/* y [rows] of up to N tokens, R rows at a time; while a piece of them is multiplied, the next one is taken apart. `known`: type is a constant. */
 static INLINE TARGET void quantised_tile(int R, int N, int known, g4_dtype type, const product *m, int begin, int end) {
+    static const float zeros[64];
     const format *f = &formats[type];
     const int in_place = f->integers == BYTES || (f->integers == NIBBLES && LANES == 16), stride = in_place ? f->stride : 32;
     const int pieces = (m->n + 255) / 256, total = (end - begin) / R * pieces, bytes = 256 / g4_types[type].block * g4_types[type].bytes;
+    /* With registers enough, 64 weights of each row become floats while those before them are multiplied: processors do not look so far ahead themselves. */
+    const int early = LANES == 16 && N == 1;
     /* The R rows after these are fetched meanwhile, as in tile(). */
     const size_t ahead = R * m->w_stride, together = ahead <= 16384;
     const size_t soon_row = together ? (size_t)bytes / 4 : m->w_stride, soon_step = (together ? R : 1) * (size_t)bytes / 4;
     const vec level = from_bytes(f->level, 0);
-    vec sign = -(vec){0};
-    KEEP(sign);
+    vec nothing = {0};
+    KEEP(nothing);
     const unsigned char *w = m->w + (size_t)begin * m->w_stride, *last_w = w; /* of the next piece and of this one */
     float *y = m->y + begin;
     piece apart[2][QUANT_ROWS];
-    vec a[QUANT_ROWS][QUANT_TOKENS][PARTS] = {{{{0}}}};
+    vec a[QUANT_ROWS][QUANT_TOKENS][PARTS] = {{{{0}}}}, some[QUANT_ROWS][4][PARTS] = {{{{0}}}};
+    const float *before = zeros; /* those that `some` are to be multiplied by, if early */
     size_t token[QUANT_TOKENS]; /* where they begin in x; missing ones are the last again */
     for (int t = 0; t < N; t++) token[t] = (size_t)MIN(t, m->T - 1) * m->x_stride;
     for (int u = -1, at = -1; u < total; u++) {
-        const int next = at + 1 < pieces ? at + 1 : 0;
-        const unsigned char *this_w = last_w;
-        if (u + 1 < total) {
-            for (int r = 0; r < R; r++) {
-                if (known) take_apart(&apart[(u + 1) & 1][r], type, w + r * m->w_stride, MIN(256, m->n - 256 * next));
-                else take_apart_any(&apart[(u + 1) & 1][r], type, w + r * m->w_stride, MIN(256, m->n - 256 * next));
+        const int next = at + 1 < pieces ? at + 1 : 0, length = u >= 0 ? MIN(256, m->n - 256 * at) : 0, next_length = MIN(256, m->n - 256 * next);
+        const int next_rows = u + 1 < total ? R : 0;
+        const piece *from = apart[u & 1];
+        const float *x = m->x + 256 * at;
+        const unsigned char *soon = last_w + ahead + (together ? at * (R - 1) * bytes : 0);
+        const int8_t *q[QUANT_ROWS];
+        int k = 0;
+        for (int r = 0; r < R; r++) q[r] = in_place ? (const int8_t *)last_w + r * m->w_stride + f->first : from[r].q;
+        for (int j = 0; j < R || j < length / 64; j++) {
+            if (j < next_rows) {
+                piece *to = &apart[(u + 1) & 1][j];
+                if (known && next_length == 256) take_apart(to, type, w + j * m->w_stride, 256);
+                else take_apart_any(to, type, w + j * m->w_stride, next_length);
             }
-            last_w = w;
-            w += next + 1 < pieces ? (size_t)bytes : ahead - (size_t)next * (size_t)bytes;
-        }
-        if (u >= 0) {
-            const piece *from = apart[u & 1];
-            const float *x = m->x + 256 * at, *x_end = x + MIN(256, m->n - 256 * at);
-            const int8_t *q[QUANT_ROWS];
-            int k = 0;
-            for (int r = 0; r < R; r++) q[r] = in_place ? (const int8_t *)this_w + r * m->w_stride + f->first : from[r].q;
-            const unsigned char *soon = this_w + ahead + (together ? at * (R - 1) * bytes : 0);
-            for (; x + 64 <= x_end; x += 64, k += 64 >> f->shift, soon += soon_step) {
-                UNROLL for (int r = 0; r < R; r++) PREFETCH(soon + r * soon_row);
-                vec some[QUANT_ROWS][4][PARTS];
+            if (j < length / 64) {
                 UNROLL for (int r = 0; r < R; r++) {
-                    weights(some[r], 0, type, from[r].term, k, q[r], stride, level, sign);
+                    PREFETCH(soon + r * soon_row);
+                    if (early) add_products(r, r + 1, N, 0, a, some, before, token);
+                    weights(some[r], 0, type, from[r].term, k, q[r], stride, level, nothing);
                     q[r] += 2 * stride;
                 }
-                UNROLL for (int t = 0; t < N; t++)
-                    UNROLL for (int i = 0; i < 4; i++)
-                        UNROLL for (int p = 0; p < PARTS; p++) {
-                            vec v = load(x + token[t] + 16 * i + LANES * p);
-                            KEEP(v);
-                            UNROLL for (int r = 0; r < R; r++) a[r][t][p] += some[r][i][p] * v;
-                        }
-            }
-            if (x < x_end) {
-                vec some[4][PARTS];
-                UNROLL for (int r = 0; r < R; r++) {
-                    weights(some, 1, type, from[r].term, k, q[r], stride, level, sign);
-                    UNROLL for (int t = 0; t < N; t++)
-                        UNROLL for (int i = 0; i < 2; i++)
-                            UNROLL for (int p = 0; p < PARTS; p++) a[r][t][p] += some[i][p] * load(x + token[t] + 16 * i + LANES * p);
-                }
-            }
-            if (at == pieces - 1) {
-                UNROLL for (int r = 0; r < R; r++)
-                    UNROLL for (int t = 0; t < N; t++) {
-                        float lanes[16];
-                        UNROLL for (int p = 0; p < PARTS; p++) {
-                            store(lanes + p * LANES, a[r][t][p]);
-                            a[r][t][p] = (vec){0};
-                        }
-                        if (t < m->T) y[t * m->y_stride + r] = add_lanes(lanes);
-                    }
-                y += R;
+                if (!early) add_products(0, R, N, 0, a, some, x, token);
+                before = x;
+                x += 64, k += 64 >> f->shift, soon += soon_step;
             }
         }
+        if (length && at == pieces - 1) {
+            if (early) add_products(0, R, N, 0, a, some, before, token);
+            if (length % 64) {
+                UNROLL for (int r = 0; r < R; r++) weights(some[r], 1, type, from[r].term, k, q[r], stride, level, nothing);
+                add_products(0, R, N, 1, a, some, x, token);
+            }
+            float lanes[QUANT_TOKENS][QUANT_ROWS][16];
+            UNROLL for (int r = 0; r < R; r++) {
+                UNROLL for (int t = 0; t < N; t++)
+                    UNROLL for (int p = 0; p < PARTS; p++) {
+                        store(lanes[t][r] + p * LANES, a[r][t][p]);
+                        a[r][t][p] = (vec){0};
+                    }
+                UNROLL for (int i = 0; i < 4; i++)
+                    UNROLL for (int p = 0; p < PARTS; p++) some[r][i][p] = (vec){0};
+            }
+            UNROLL for (int t = 0; t < N; t++) {
+                if (t >= m->T) break;
+                if (R == 4) finish(y + t * m->y_stride, lanes[t][0], 1, 4, 0);
+                else UNROLL for (int r = 0; r < R; r++) y[t * m->y_stride + r] = add_lanes(lanes[t][r]);
+            }
+            before = zeros;
+            y += R;
+        }
+        last_w = w;
+        w += next + 1 < pieces ? (size_t)bytes : ahead - (size_t)next * (size_t)bytes;
         at = next;
     }
 }
