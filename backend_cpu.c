@@ -128,7 +128,7 @@ static INLINE float float_of_half(uint32_t h) {
 }
 
 /* Compilers and processors whose vectors are known to be IEEE. */
-#if defined(__GNUC__) && (defined(__SSE2__) || defined(__aarch64__) || defined(__wasm_simd128__)) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+#if defined(__GNUC__) && (defined(__SSE2__) || defined(__aarch64__) || defined(__wasm_simd128__) || defined(__riscv_vector)) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #define HAVE_VECTORS
 
 /* Where the integers of a quantised type lie (quants.c): 16 bytes of two nibbles each for 32 weights, or 32 bytes; 0: in several places. */
@@ -324,7 +324,7 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define TOKENS 3
 #define QUANT_ROWS 1
 #define QUANT_TOKENS 1
-#if defined(__aarch64__)
+#if defined(__aarch64__) || defined(__riscv_vector) /* 32 registers */
 #define ROWS 2
 #else
 #define ROWS 1
@@ -384,10 +384,9 @@ static void matmul(const g4_run *run, float *y, const g4_tensor *W, const float 
             const int first = (int)((int64_t)T * round / rounds);
             product some = m;
             some.x += (size_t)first * m.x_stride, some.y += (size_t)first * m.y_stride, some.T = (int)((int64_t)T * (round + 1) / rounds) - first;
-            const int share = worth_sharing((size_t)rows * cols * some.T);
-#pragma omp parallel for schedule(static) num_threads(run->threads) if (share)
+#pragma omp parallel for schedule(static) num_threads(run->threads) if (worth_sharing((size_t)rows * cols * some.T))
             for (int part = 0; part < run->threads; part++) k->pack(&some, packed, part, run->threads);
-#pragma omp parallel for schedule(static) num_threads(run->threads) if (share)
+#pragma omp parallel for schedule(static) num_threads(run->threads) if (worth_sharing((size_t)rows * cols * some.T))
             for (int part = 0; part < run->threads; part++) {
                 double begin = g4_part_begins(run);
                 k->packed_products(&some, packed, work + (size_t)part * WORK, part_begin(rows, part, run->threads), part_begin(rows, part + 1, run->threads));
