@@ -1453,8 +1453,6 @@ static int read_config(const section *root, g4_config *c, const g4_options *opti
     section text = *root;
     uint32_t nested = member(root, "text_config", 1);
     c->tie_word_embeddings = 1;
-    c->eos_token_id[0] = 1;
-    c->n_eos = 1;
     c->do_sample = 1;
     c->top_k = 64;
     c->top_p = 0.95f;
@@ -1472,6 +1470,8 @@ static int read_config(const section *root, g4_config *c, const g4_options *opti
     }
     if (read_bool(root, "tie_word_embeddings", &c->tie_word_embeddings)) return -1;
     if (read_text_config(&text, which >= 2, c, options)) return -1;
+    c->eos_token_id[0] = 1;
+    c->n_eos = c->vocab_size > 1; /* the default, where there is such a token */
     if (read_ids(&text, "eos_token_id", c, options, 16, c->eos_token_id, &c->n_eos)) return -1;
     return nested && read_ids(root, "eos_token_id", c, options, 16, c->eos_token_id, &c->n_eos) ? -1 : 0;
 }

@@ -497,6 +497,12 @@ static void config_values(void) {
         free(c.layers);
     }
     static const char *const flavours[] = {"gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"};
+    /* found by fuzzing: stop ids that a vocabulary of one token has not, given or by default */
+    for (int i = 0; i < 2; i++) {
+        failed = parse_text(&c, line("{\"model_type\":\"gemma4_text\",\"vocab_size\":1%s}", i ? ",\"eos_token_id\":[0,1]" : ""));
+        CHECK(!failed && c.n_eos == i && (!i || !c.eos_token_id[0]), "a vocabulary of one token: %d stop ids", c.n_eos);
+        free(c.layers);
+    }
     for (int i = 0; i < 4; i++) {
         failed = parse_text(&c, line("{\"model_type\":\"%s\"}", flavours[i]));
         int unified = i >= 2;
