@@ -34,6 +34,7 @@
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
+#define IN_ORDER __asm__ volatile("") /* the compiler moves nothing across */
 #define PREFETCH(p) __builtin_prefetch(p)
 #define PREFETCH_2(p) __builtin_prefetch(p, 0, 2) /* into the second cache: the first can have only so many requests under way */
 #if defined(__clang__)
@@ -45,6 +46,7 @@
 #define INLINE inline
 #define NOINLINE
 #define UNROLL
+#define IN_ORDER
 #define PREFETCH(p) ((void)(p))
 #define PREFETCH_2(p) ((void)(p))
 #endif
@@ -213,6 +215,7 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define store_bytes VERSION(store_bytes, ISA)
 #define shift_left VERSION(shift_left, ISA)
 #define shift_right VERSION(shift_right, ISA)
+#define masked_or VERSION(masked_or, ISA)
 #define split VERSION(split, ISA)
 #define from_bytes VERSION(from_bytes, ISA)
 #define scale_bytes VERSION(scale_bytes, ISA)
@@ -225,6 +228,7 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define scale_eight VERSION(scale_eight, ISA)
 #define six_bits VERSION(six_bits, ISA)
 #define take_apart VERSION(take_apart, ISA)
+#define spread VERSION(spread, ISA)
 #define fused VERSION(fused, ISA)
 #define widen_quantised VERSION(widen_quantised, ISA)
 #define quantised_tile VERSION(quantised_tile, ISA)
@@ -866,6 +870,15 @@ static INLINE TARGET void store_bytes(void *p, byte_vec b) { memcpy(p, &b, sizeo
 static INLINE TARGET byte_vec shift_left(byte_vec b, int n) { return (byte_vec)((short_vec)b << n); }
 static INLINE TARGET byte_vec shift_right(byte_vec b, int n) { return (byte_vec)((short_vec)b >> n); }
 
+/* (a & mask) | b */
+static INLINE TARGET byte_vec masked_or(byte_vec a, uint8_t mask, byte_vec b) {
+#if LANES == 16
+    return (byte_vec)_mm256_ternarylogic_epi32((__m256i)a, _mm256_set1_epi8((char)mask), (__m256i)b, 0xea);
+#else
+    return (a & mask) | b;
+#endif
+}
+
 /* The nibbles of 16 bytes: first the low ones. */
 static INLINE TARGET bytes32 split(const unsigned char *p) {
     bytes32 r;
@@ -958,27 +971,11 @@ static INLINE TARGET float half_at(const unsigned char *p) {
 
 /* to [n] = n <= 8 halves, `stride` bytes apart */
 static INLINE TARGET void halves_at(float *to, const unsigned char *p, int stride, int n) {
-#if LANES == 16
-    if (n == 8 && (stride <= 20 || stride > 32)) { /* picked from 64 bytes each, where four or two of them lie */
-        const short s = (short)(stride / 2);
-        __m128i halves;
-        if (stride <= 20) {
-            const __m128i which = _mm_set_epi16(32 + 3 * s, 32 + 2 * s, 32 + s, 32, 3 * s, 2 * s, s, 0);
-            halves = _mm512_castsi512_si128(_mm512_permutex2var_epi16(_mm512_loadu_si512(p), _mm512_castsi128_si512(which), _mm512_loadu_si512(p + 4 * stride)));
-        } else {
-            const __m128i which = _mm_set_epi16(0, 0, 0, 0, 32 + s, 32, s, 0);
-            __m512i a = _mm512_permutex2var_epi16(_mm512_loadu_si512(p), _mm512_castsi128_si512(which), _mm512_loadu_si512(p + 2 * stride));
-            __m512i b = _mm512_permutex2var_epi16(_mm512_loadu_si512(p + 4 * stride), _mm512_castsi128_si512(which), _mm512_loadu_si512(p + 6 * stride));
-            halves = _mm_unpacklo_epi64(_mm512_castsi512_si128(a), _mm512_castsi512_si128(b));
-        }
-        _mm256_storeu_ps(to, _mm256_cvtph_ps(halves));
-        return;
-    }
-#endif
 #if LANES > 4
     if (n == 8) {
         uint64_t four[2] = {0};
         UNROLL for (int i = 0; i < 8; i++) four[i / 4] |= (uint64_t)load16(p + i * stride) << 16 * (i % 4);
+        __asm__("" : "+r"(four[0]), "+r"(four[1])); /* gcc would do this with vectors, which are busy */
         _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_set_epi64x((int64_t)four[1], (int64_t)four[0])));
         return;
     }
@@ -1077,17 +1074,17 @@ static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned ch
             byte_vec h = load_bytes(p + 16 + i);
             UNROLL for (int k = 0; k < 8; k++) {
                 byte_vec fifth = (k < 4 ? shift_left(h, 4 - k) : shift_right(h, k - 4)) & 16;
-                store_bytes(q + i + 32 * k, (shift_right(load_bytes(p + 48 + 32 * (k / 2) + i), k % 2 * 4) & 15) | fifth);
+                store_bytes(q + i + 32 * k, masked_or(shift_right(load_bytes(p + 48 + 32 * (k / 2) + i), k % 2 * 4), 15, fifth));
             }
         }
         break;
-    case G4_TYPE_Q6_K:
-        scale_bytes(term, (const int8_t *)p + 192, half_at(p + 208));
+    case G4_TYPE_Q6_K: /* four times the values minus 32, whose sign is then the byte's */
+        scale_bytes(term, (const int8_t *)p + 192, half_at(p + 208) * 0.25f);
         for (int i = 0; i < 64; i += STEP) {
-            byte_vec h = load_bytes(p + 128 + i);
+            byte_vec h = load_bytes(p + 128 + i) ^ 0xaa;
             UNROLL for (int k = 0; k < 4; k++) {
-                byte_vec low = load_bytes(p + i / 32 * 64 + i % 32 + 32 * (k % 2)), high = k < 2 ? shift_left(h, 4 - 2 * k) : shift_right(h, 2 * k - 4);
-                store_bytes(q + i / 32 * 128 + i % 32 + 32 * k, ((shift_right(low, k / 2 * 4) & 15) | (high & 48)) - 32);
+                byte_vec low = load_bytes(p + i / 32 * 64 + i % 32 + 32 * (k % 2));
+                store_bytes(q + i / 32 * 128 + i % 32 + 32 * k, masked_or(k < 2 ? shift_left(low, 2) : shift_right(low, 2), 0x3c, shift_left(h, 6 - 2 * k) & 0xc0));
             }
         }
         break;
@@ -1133,19 +1130,27 @@ static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned ch
 #endif
 }
 
-/* a * b + c, or minus c, where the product is exact. A number that is spread over a vector on its own takes a shuffle's place in the processor; one that is
- * an operand does not. So a is changed by `nothing`, which is 0, but the compiler does not know that. */
-static INLINE TARGET vec fused(float a, vec b, float c, int minus, vec nothing) {
+/* x in all lanes. Where it is an operand of one instruction, a processor does that for nothing, but a number that is spread on its own takes a shuffle's place.
+ * So `nothing` is added, which is 0, but compilers do not know that. */
+static INLINE TARGET vec spread(float x, vec nothing) {
 #if LANES == 16
-    uint32_t bits = bits_of(a);
-    __m512 spread = (__m512)_mm512_or_epi32((__m512i)nothing, _mm512_set1_epi32((int)bits)), d = _mm512_set1_ps(c);
-    return minus ? (vec)_mm512_fmsub_ps(spread, (__m512)b, d) : (vec)_mm512_fmadd_ps(spread, (__m512)b, d);
+    return (vec)_mm512_or_epi32((__m512i)nothing, _mm512_set1_epi32((int)bits_of(x)));
 #elif LANES == 8
     (void)nothing;
-    __m256 spread = _mm256_set1_ps(a), d = _mm256_set1_ps(c);
-    return minus ? (vec)_mm256_fmsub_ps(spread, (__m256)b, d) : (vec)_mm256_fmadd_ps(spread, (__m256)b, d);
+    return (vec)_mm256_set1_ps(x);
 #else
     (void)nothing;
+    return (vec){x, x, x, x};
+#endif
+}
+
+/* a * b + c, or minus c, where the product is exact. */
+static INLINE TARGET vec fused(vec a, vec b, float c, int minus) {
+#if LANES == 16
+    return minus ? (vec)_mm512_fmsub_ps((__m512)a, (__m512)b, _mm512_set1_ps(c)) : (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, _mm512_set1_ps(c));
+#elif LANES == 8
+    return minus ? (vec)_mm256_fmsub_ps((__m256)a, (__m256)b, _mm256_set1_ps(c)) : (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, _mm256_set1_ps(c));
+#else
     return minus ? a * b - c : a * b + c;
 #endif
 }
@@ -1157,7 +1162,7 @@ static INLINE TARGET void weights(vec w[4][PARTS], int half, g4_dtype type, cons
 #if LANES == 16
     if (f->integers == NIBBLES) { /* 16 floats that the nibbles stand for; an index is the low 4 bits of a number */
         const float *plus = scale + (256 >> f->shift);
-        vec a = f->plus ? fused(scale[0], level, plus[0], f->plus < 0, nothing) : scale[0] * level, b;
+        vec a = f->plus ? fused(spread(scale[0], nothing), level, plus[0], f->plus < 0) : scale[0] * level, b;
         __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)q)), high = _mm512_srli_epi32(low, 4);
         w[0][0] = (vec)_mm512_permutexvar_ps(low, (__m512)a);
         if (half) {
@@ -1165,7 +1170,7 @@ static INLINE TARGET void weights(vec w[4][PARTS], int half, g4_dtype type, cons
             return;
         }
         __m512i next = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(q + stride)));
-        b = f->plus ? fused(scale[1], level, plus[1], f->plus < 0, nothing) : scale[1] * level;
+        b = f->plus ? fused(spread(scale[1], nothing), level, plus[1], f->plus < 0) : scale[1] * level;
         w[1][0] = (vec)_mm512_permutexvar_ps(f->crossed ? next : high, (__m512)a);
         w[2][0] = (vec)_mm512_permutexvar_ps(f->crossed ? high : next, (__m512)b);
         w[3][0] = (vec)_mm512_permutexvar_ps(_mm512_srli_epi32(next, 4), (__m512)b);
@@ -1173,16 +1178,19 @@ static INLINE TARGET void weights(vec w[4][PARTS], int half, g4_dtype type, cons
     }
 #endif
     (void)level, (void)nothing;
-    const float *again = scale; /* for every second vector: a number that compilers know to be the same would be spread over a vector on its own */
+    const float *again = scale; /* the same for every second vector, so that each number is the operand of one instruction */
 #if LANES == 16
     __asm__("" : "+r"(again));
 #endif
-    for (int i = 0; i < (half ? 2 : 4); i++)
+    vec a = {0};
+    for (int i = 0; i < (half ? 2 : 4); i++) {
+        const float *s = (i % 2 ? again : scale) + (16 * i >> f->shift);
+        if (f->plus && (i % 2 == 0 || f->shift == 4)) a = spread(s[0], nothing);
         UNROLL for (int p = 0; p < PARTS; p++) {
-            const float *s = (i % 2 ? again : scale) + (16 * i >> f->shift);
             vec x = from_bytes(q + i / 2 * stride + i % 2 * 16, p);
-            w[i][p] = f->plus ? fused(s[0], x, s[256 >> f->shift], f->plus < 0, nothing) : s[0] * x;
+            w[i][p] = f->plus ? fused(a, x, s[256 >> f->shift], f->plus < 0) : s[0] * x;
         }
+    }
 }
 
 /* w [n] = whole blocks of a type at p */
@@ -1408,7 +1416,7 @@ static INLINE TARGET void add_products(int first, int end, int N, int half, vec 
             UNROLL for (int p = 0; p < PARTS; p++) {
                 if (half && i >= 2) continue;
                 vec v = load(x + token[t] + 16 * i + LANES * p);
-                KEEP(v);
+                if (end - first > 1) KEEP(v);
                 UNROLL for (int r = first; r < end; r++) a[r][t][p] += w[r][i][p] * v;
             }
 }
@@ -1455,6 +1463,7 @@ static INLINE TARGET void quantised_tile(int R, int N, int known, g4_dtype type,
                     if (early) add_products(r, r + 1, N, 0, a, some, before, token);
                     weights(some[r], 0, type, from[r].term, k, q[r], stride, level, nothing);
                     q[r] += 2 * stride;
+                    IN_ORDER;
                 }
                 if (!early) add_products(0, R, N, 0, a, some, x, token);
                 before = x;
