@@ -1617,7 +1617,7 @@ static TARGET void product_rows(const product *m, int begin, int end) {
     }
 }
 
-/* to [groups][steps][N][16] = x, a group of N tokens after the other, filled up with zeros. This is worker number `worker` of some. */
+/* to [groups][steps of 16][N][16] = x, a group of N tokens after the other, filled up with zeros. The workers share the groups. */
 static TARGET void pack_tokens(const product *m, float *to, int worker, int workers) {
     const int groups = groups_of(m->T);
     const size_t size = whole_steps(m->n);
@@ -1634,22 +1634,18 @@ static TARGET void pack_tokens(const product *m, float *to, int worker, int work
     }
 }
 
-/* to [PANEL / ROWS][BLOCK / 16][ROWS][16] = `rows` rows of n weights from element `first` on, widened; missing ones are zeros */
+/* to [PANEL / ROWS][BLOCK / 16][ROWS][16] = n <= BLOCK weights, from element `first` on, of `rows` rows from `row` on, widened; missing ones are zeros */
 static TARGET void pack_weights(float *to, const product *m, int row, int rows, int first, int n) {
-    enum { SOME = 512 };
     const g4_type *type = &g4_types[m->type];
-    float w[SOME];
+    const unsigned char *from = m->w + (size_t)row * m->w_stride + (size_t)(first / type->block) * (size_t)type->bytes;
+    float w[BLOCK];
     for (int r = 0; r < (rows + ROWS - 1) / ROWS * ROWS; r++) {
-        const unsigned char *from = m->w + (size_t)(row + r) * m->w_stride + (size_t)(first / type->block) * (size_t)type->bytes;
-        float *p = to + (size_t)(r / ROWS * ROWS) * BLOCK + r % ROWS * 16;
-        for (int i = 0; i < n; i += SOME, from += SOME / type->block * type->bytes) {
-            const int some = MIN(SOME, n - i);
-            if (r < rows) widen_row(w, from, m->type, m->round, some);
-            else memset(w, 0, sizeof w);
-            for (int k = some; k % 16; k++) w[k] = 0;
-            for (int k = 0; k < some; k += 16, p += ROWS * 16)
-                for (int part = 0; part < PARTS; part++) store(p + part * LANES, load(w + k + part * LANES));
-        }
+        if (r < rows) widen_row(w, from + r * m->w_stride, m->type, m->round, n);
+        else memset(w, 0, sizeof w);
+        for (int k = n; k % 16; k++) w[k] = 0;
+        float *p = to + r / ROWS * ROWS * BLOCK + r % ROWS * 16;
+        for (int k = 0; k < n; k += 16, p += ROWS * 16)
+            for (int part = 0; part < PARTS; part++) store(p + part * LANES, load(w + k + part * LANES));
     }
 }
 
@@ -1675,9 +1671,9 @@ static TARGET void packed_rows(const product *m, const float *packed, float *wor
         for (int i = 0; i < m->n; i += BLOCK) {
             const int n = MIN(BLOCK, m->n - i), steps = (n + 15) / 16;
             pack_weights(w, m, o, rows, i, n);
-            /* what comes next is fetched meanwhile */
-            const int last = i + BLOCK >= m->n, ahead = last ? MIN(BLOCK, m->n) : MIN(BLOCK, m->n - i - BLOCK), bytes = (ahead + type->block - 1) / type->block * type->bytes;
-            const unsigned char *soon = m->w + (size_t)(last ? o + PANEL : o) * m->w_stride + (last ? 0 : (size_t)((i + BLOCK) / type->block) * (size_t)type->bytes);
+            /* The next block of these rows, or the first of the rows after them, is fetched while this one is used. */
+            const int next = i + BLOCK < m->n ? i + BLOCK : 0, bytes = (MIN(BLOCK, m->n - next) + type->block - 1) / type->block * type->bytes;
+            const unsigned char *soon = m->w + (size_t)(next ? o : o + PANEL) * m->w_stride + (size_t)(next / type->block) * (size_t)type->bytes;
             for (int g = 0; g < groups; g++) {
                 const int t = m->T * g / groups, N = m->T * (g + 1) / groups - t;
                 const float *x = packed + (size_t)t * whole_steps(m->n) + (size_t)i * N;
