@@ -42,7 +42,7 @@ typedef struct terminal {
     uint64_t answers;
 } terminal;
 
-/* Ctrl-C: set by the handler, looked at between two tokens and where a line could not be read. */
+/* Ctrl-C: set by the handler; forgotten before each prompt sign, so that it stops the answer to what was typed then, however early it comes. */
 static volatile sig_atomic_t interrupted;
 
 #ifdef _WIN32
@@ -192,7 +192,6 @@ static int answer(terminal *t, g4_error *err) {
     double start = t->o->clock(), first = 0;
     t->content.n = 0;
     t->reasoning = t->column = 0;
-    interrupted = 0;
     while (request >= 0 && g4_engine_pending(t->engine)) {
         const g4_event *event;
         int events = g4_engine_step(t->engine, &event);
@@ -227,17 +226,18 @@ static int answer(terminal *t, g4_error *err) {
 
 enum { INTERRUPTED = -1 }; /* Ctrl-C while something was typed, which is dropped */
 
-/* One line is added to t->line, without its end. 0: stdin has ended. */
-static int read_line(terminal *t) {
-    int c, any = 0;
+/* One line is added to t->line, without its end, after a sign that asks for it. 0: stdin has ended. */
+static int read_line(terminal *t, const char *sign) {
+    int c = EOF, any = 0;
     interrupted = 0;
-    while ((c = getchar()) != EOF) {
+    if (t->in_tty && !t->o->quiet) fputs(sign, stderr);
+    while ((any || !interrupted) && (c = getchar()) != EOF) { /* a line that is there already is read to its end */
         char byte = (char)c;
         any = 1;
         if (c == '\n') break;
         put(t, &t->line, &byte, 1);
     }
-    if (c == EOF && interrupted && ferror(stdin)) {
+    if (interrupted && c != '\n') {
         clearerr(stdin);
         if (!t->o->quiet) fputs("\n[/quit or Ctrl-D ends]\n", stderr);
         return INTERRUPTED;
@@ -251,15 +251,13 @@ static int read_message(terminal *t) {
     static const char fence[] = "\"\"\"";
     t->line.n = 0;
     put(t, &t->line, "", 0);
-    if (t->in_tty && !t->o->quiet) fputs("> ", stderr);
-    int more = read_line(t);
+    int more = read_line(t, "> ");
     if (more <= 0) return more;
     if (!strcmp(t->line.data, fence)) {
         size_t begin = t->line.n = 0;
         t->line.data[0] = 0;
         for (;;) {
-            if (t->in_tty && !t->o->quiet) fputs(". ", stderr);
-            more = read_line(t);
+            more = read_line(t, ". ");
             if (more < 0) return more;
             if (!more || !strcmp(t->line.data + begin, fence)) break;
             put_text(t, &t->line, "\n");
@@ -271,8 +269,7 @@ static int read_message(terminal *t) {
     }
     while (t->line.n && t->line.data[t->line.n - 1] == '\\') {
         t->line.data[t->line.n - 1] = '\n';
-        if (t->in_tty && !t->o->quiet) fputs(". ", stderr);
-        more = read_line(t);
+        more = read_line(t, ". ");
         if (more < 0) return more;
         if (!more) break;
     }
