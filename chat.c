@@ -1245,6 +1245,11 @@ int g4_chat_encode(const g4_tokenizer *tok, const g4_chat_prompt *prompt, int fl
     size_t n = 0, room = 0, at = 0;
     for (size_t i = 0; i <= prompt->n_markers; i++) {
         g4_chat_marker m = i < prompt->n_markers ? prompt->markers[i] : (g4_chat_marker){prompt->n, 0};
+        if (m.at < at || m.at > prompt->n || m.n > prompt->n - m.at) {
+            free(all);
+            return g4_fail(err, "marker %llu of the prompt: bytes %llu to %llu of %llu; expected them inside the text, and behind the marker before", (unsigned long long)i,
+                           (unsigned long long)m.at, (unsigned long long)m.at + m.n, (unsigned long long)prompt->n);
+        }
         char name[32] = "";
         if (m.n < sizeof name) memcpy(name, prompt->text + m.at, m.n);
         int32_t id = m.n ? g4_token_id(tok, name) : -1, *piece;

@@ -314,7 +314,7 @@ static int find_duplicate(const reader *r, uint32_t object, uint32_t *twin) {
 
 static int new_node(reader *r) {
     if (r->n == r->capacity) {
-        size_t capacity = r->capacity * 2; /* n / 2 + 1 nodes at most, and n is at most 1 GiB */
+        size_t most = (size_t)(r->end - r->begin) / 2 + 1, capacity = r->capacity < most / 2 ? 2 * r->capacity : most; /* a value and its comma take two bytes */
         g4_json_node *nodes = capacity > SIZE_MAX / sizeof *nodes ? NULL : realloc(r->nodes, capacity * sizeof *nodes);
         if (!nodes) return g4_fail(r->err, "%s: out of memory for %llu JSON values", r->what, (unsigned long long)capacity);
         r->nodes = nodes;
@@ -1055,8 +1055,13 @@ int g4_safetensors_parse(g4_safetensors *st, const unsigned char *data, size_t s
     snprintf(what, sizeof what, "%s: header", path);
     if (g4_json_parse(&j, (const char *)data + 8, (size_t)header, what, err)) goto fail;
     size_t n = j.nodes[0].size; /* at most one too many: __metadata__ */
-    for (uint32_t i = j.nodes[0].first; i; i = j.nodes[i].next)
-        n -= j.nodes[i].key_size == 12 && !memcmp(j.text + j.nodes[i].key, "__metadata__", 12);
+    for (uint32_t i = j.nodes[0].first; i; i = j.nodes[i].next) {
+        int64_t place[2];
+        int is_metadata = j.nodes[i].key_size == 12 && !memcmp(j.text + j.nodes[i].key, "__metadata__", 12);
+        /* Once for nothing: members that are no tensors may be tiny, and many, and would be given much memory before they are refused. */
+        if (!is_metadata && read_st_tensor(&j, i, &(g4_st_tensor){.name = j.text + j.nodes[i].key}, place, path, err)) goto fail;
+        n -= (size_t)is_metadata;
+    }
     st->n = (int)n; /* a member takes more than 40 of at most 100 MB */
     st->tensors = malloc((n + 1) * (sizeof *st->tensors + sizeof(uint32_t)));
     range = malloc((n + 1) * 2 * sizeof *range);

@@ -460,6 +460,17 @@ static void test_ids(const g4_tokenizer *tok) {
         g4_free(parsed);
         g4_chat_prompt_free(&p);
     }
+    /* markers that a caller made up */
+    char text[] = "<bos>a<turn|>";
+    static const g4_chat_marker made_up[][2] = {{{0, 5}, {6, 7}}, {{6, 7}, {0, 5}}, {{0, 5}, {4, 5}}, {{0, 5}, {6, 8}}, {{0, 5}, {14, 0}}, {{0, 5}, {SIZE_MAX, 2}}, {{0, SIZE_MAX}, {1, 1}}};
+    for (int i = 0; i < 7; i++) {
+        g4_chat_marker markers[2] = {made_up[i][0], made_up[i][1]};
+        int32_t *ids = NULL;
+        size_t n = 0;
+        int failed = g4_chat_encode(tok, &(g4_chat_prompt){.text = text, .n = 13, .markers = markers, .n_markers = 2}, 0, &ids, &n, &err);
+        CHECK(i ? failed && is_line(err.text) && strstr(err.text, "marker ") : !failed && n == 3, "markers %d: %d %s", i, failed, failed ? err.text : "taken");
+        if (!failed) g4_free(ids);
+    }
     CHECK(compared > 20 && with_lookalikes > 5, "%d prompts compared, %d with text that looks like special tokens", compared, with_lookalikes);
     free(t.s);
 }
