@@ -255,8 +255,8 @@ class State:
     def save(self, path: Path, *, seq: int = 0) -> None:
         """A sequence, its tokens and caches, to a file, which any state of the same weights and precision can load."""
         err = _c.g4_error()
-        ids = self.ids(seq)
         with self._mine() as pointer:
+            ids = self.ids(seq)  # while nobody changes what the sequence holds
             if _c.lib.g4_sequence_save(pointer, whole(seq, "seq"), len(ids), address(ids), c_path(path), ctypes.byref(err)):
                 raise error(err)
 
