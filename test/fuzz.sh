@@ -1,7 +1,7 @@
 #!/bin/sh
 # fuzz.sh [EXECUTIONS | short] [TARGET...] - the parsers under libFuzzer (test/fuzz.c), in turns of a minute, until all targets together have had
 # that many executions: `make fuzz`. It goes on where it was stopped; build/fuzz/TARGET holds the corpus, the count and the inputs that failed.
-# `short`: one turn of 3 seconds each. A crash, a failed check, a sanitizer's report, a leak, 20 seconds or 256 MB for one input: each is a
+# `short`: one turn of 3 seconds each. A crash, a failed check, a sanitizer's report, a leak, a minute or 256 MB for one input: each is a
 # failure, and ends its target.
 set -u
 B=build/fuzz
@@ -72,7 +72,7 @@ seed() {
 # What the parsers compare with.
 LC_ALL=C grep -oh '"[][A-Za-z0-9_.<>|]\{2,40\}"' checkpoint.c gguf.c tokenizer.c tracefile.c chat.c answer.c | sort -u > $B/dictionary
 
-limits='-timeout=20 -rss_limit_mb=1024 -malloc_limit_mb=256'
+limits='-timeout=60 -rss_limit_mb=1024 -malloc_limit_mb=256'
 
 # run TARGET LONGEST SECONDS: one turn; counts what it executed
 run() {

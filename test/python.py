@@ -42,6 +42,7 @@ from gemma4 import _c  # noqa: E402
 check = report.check
 FIXTURES = os.path.join(ROOT, "test", "fixtures")
 CC = os.environ.get("CC", "cc").split()
+PATIENCE = 300  # seconds, for what comes in its own time: this machine may be slow, or busy
 
 
 def same(a, b):
@@ -371,9 +372,12 @@ def test_states():
 
     worker = threading.Thread(target=count)
     worker.start()
-    begin = counted[0]
-    gemma4.State(model).forward(long, logits="none")
-    seen = counted[0] - begin
+    seen, deadline = 0, time.monotonic() + PATIENCE
+    while seen < 3 and time.monotonic() < deadline:  # a busy machine may not let the other thread run just then
+        state = gemma4.State(model)
+        begin = counted[0]
+        state.forward(long, logits="none")
+        seen = counted[0] - begin
     done.set()
     worker.join()
     check(seen >= 3, f"another thread ran {seen} times during forward")
@@ -774,7 +778,7 @@ def test_memory():
         w.start()
     for w in workers:
         w.join()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while any(free.alive for free in frees) and time.monotonic() < deadline:
         time.sleep(0.01)
     check(len(frees) == 120 and not any(free.alive for free in frees) and not wrong, f"{sum(free.alive for free in frees)} states of {len(frees)} are left; {wrong}")

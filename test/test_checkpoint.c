@@ -114,7 +114,7 @@ static void files(void) {
     if (mkfifo(in_dir("fifo"), 0666) && errno != EEXIST) {
         SKIP("a FIFO: %s", strerror(errno));
     } else {
-        alarm(10); /* an open that waits for a writer ends the program here */
+        alarm(300); /* an open that waits for a writer ends the program here */
         says(g4_file_open(&f, in_dir("fifo"), 0, &err), "FIFO", "fifo: not a regular file");
         alarm(0);
         remove(in_dir("fifo"));
