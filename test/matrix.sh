@@ -138,7 +138,7 @@ compare() {
 one() {
     cell=$1 dir=$out/$1 start=$(date +%s) limit=
     describe "$cell" && mkdir -p "$dir" || return 2
-    command -v timeout > /dev/null && limit='timeout 1200'
+    command -v timeout > /dev/null && limit='timeout 3600'
     version=$(${cc%% *} --version 2>/dev/null | head -n 1 | sed 's/([^)]*) *//; s/(.*//; s/GNU ld$//')
     [ "$cc" != tcc ] || version=$(tcc -v 2>&1)
     word=failed text=
