@@ -12,7 +12,7 @@ static void *test_realloc(void *p, size_t n) { return refuse() ? NULL : realloc(
 #define malloc(n) test_malloc(n)
 #define calloc(n, size) test_calloc(n, size)
 #define realloc(p, n) test_realloc(p, n)
-#include "../engine.c"
+#include "engine.c"
 #undef malloc
 #undef calloc
 #undef realloc
