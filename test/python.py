@@ -352,6 +352,10 @@ def test_states():
         raises(gemma4.Error, "sequence 5", lambda: s.copy(5, 0), "copy of no sequence")
         raises(gemma4.Error, "131", lambda: s.copy(1, 0, length=131), "copy of more than there is")
         raises(gemma4.Error, "nosuch", lambda: s.load(os.path.join(folder, "nosuch")), "load of no file")
+        locked = []
+        s.ids = lambda seq=0: (locked.append(s._lock.locked()), gemma4.State.ids(s, seq))[1]
+        s.save(file)
+        check(locked == [True], "the ids that are saved are taken while no other thread can change the sequence")
         with open(file, "r+b") as f:
             f.truncate(os.path.getsize(file) - 7)
         held = s.length()

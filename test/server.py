@@ -701,6 +701,31 @@ def test_page():
         check(d.find_elements(By.CSS_SELECTOR, ".error") and "temperature" in d.find_elements(By.CSS_SELECTOR, ".error")[-1].text, "page: an error is shown")
         severe = [e for e in d.get_log("browser") if e["level"] == "SEVERE" and "400" not in e["message"]]
         check(not severe, "page: %s" % severe)
+
+        # "new" while an answer comes, and a question that was refused: neither is part of the conversation after it
+        def read(text):
+            return "; %d tokens read" % s.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], "max_tokens": 1})[1]["usage"]["prompt_tokens"]
+
+        s.stop()
+        s = Server(*SLOW)
+        d.get("http://127.0.0.1:%d/" % s.port)
+        by("tokens").clear()
+        by("tokens").send_keys("10000")
+        by("input").send_keys("My dear\n")
+        check(eventually(lambda: d.find_elements(By.CSS_SELECTOR, ".answer .token")), "page: a long answer begins")
+        by("reset").click()
+        check(eventually(lambda: by("send").text == "send"), "page: new stops the answer")
+        by("tokens").clear()
+        by("tokens").send_keys("5")
+        status = say("Emma")
+        check(read("Emma") in status, "page: new forgets the answer that it stopped: %s, not %s" % (status, read("Emma")))
+        by("reset").click()
+        by("temperature").send_keys("-1")
+        d.execute_script("document.getElementById('temperature').min = ''")
+        say("Refused")
+        by("temperature").clear()
+        status = say("Emma")
+        check(read("Emma") in status, "page: a question that was refused is not asked again: %s, not %s" % (status, read("Emma")))
     finally:
         d.quit()
         s.stop()
