@@ -18,7 +18,10 @@
 #include <stdlib.h>
 #include <string.h>
 #if defined(_WIN32)
+#include <fcntl.h>
 #include <io.h>
+#include <sys/stat.h>
+#include <windows.h>
 #define isatty _isatty
 #define fileno _fileno
 #else
@@ -52,6 +55,13 @@ static void on_interrupt(int number) {
 }
 
 static void catch_interrupts(int on) { signal(SIGINT, on ? on_interrupt : SIG_DFL); }
+
+/* A file that is not there yet; the path is UTF-8. */
+static FILE *create_new_file(const char *path) {
+    wchar_t w[4096];
+    int fd = MultiByteToWideChar(CP_UTF8, 0, path, -1, w, 4096) ? _wopen(w, _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY, _S_IREAD | _S_IWRITE) : -1;
+    return fd < 0 ? NULL : _fdopen(fd, "wb");
+}
 #else
 static void on_interrupt(int number) {
     (void)number;
@@ -64,6 +74,8 @@ static void catch_interrupts(int on) {
     sigemptyset(&how.sa_mask);
     sigaction(SIGINT, &how, NULL);
 }
+
+static FILE *create_new_file(const char *path) { return fopen(path, "wbx"); }
 #endif
 
 static void put(terminal *t, string *s, const char *data, size_t n) {
@@ -280,7 +292,7 @@ static void save(terminal *t, const char *path) {
     string request = {0};
     make_request(t, &request, 0);
     put_text(t, &request, "\n");
-    FILE *f = *path && !t->failed ? fopen(path, "wbx") : NULL;
+    FILE *f = *path && !t->failed ? create_new_file(path) : NULL;
     if (t->failed) fprintf(stderr, "%s: out of memory\n", path);
     else if (!*path) fprintf(stderr, "/save FILE: expected the name of a file that is not there yet\n");
     else if (!f) fprintf(stderr, "%s: cannot be created: %s\n", path, strerror(errno));
