@@ -364,13 +364,14 @@ static job *new_job(server *s) {
 
 /* ---- From a token to bytes ---------------------------------------------------------------------------------------------------- */
 
-/* What one id stands for by itself: U+2581 is a space, <0xHH> a byte. out holds it. */
+/* What one id stands for by itself: U+2581 is a space, <0xHH> a byte. out holds it, and whoever passes it on looks whether it failed: it may succeed the next time. */
 static void token_bytes(const g4_tokenizer *tok, int32_t id, string *out) {
     size_t n = 0;
     const char *piece = g4_token_piece(tok, id, &n);
     unsigned value;
     char end;
     out->n = 0;
+    out->failed = 0;
     if (!piece) return;
     if (n == 6 && sscanf(piece, "<0x%2X%c", &value, &end) == 2 && end == '>') {
         char byte = (char)value;
@@ -412,6 +413,7 @@ static void put_token_logprob(string *out, const g4_tokenizer *tok, int32_t id, 
     putf(out, ",\"logprob\":%.9g,\"bytes\":[", finite_logprob(logprob));
     for (size_t i = 0; i < scratch->n; i++) putf(out, "%s%d", i ? "," : "", (unsigned char)scratch->data[i]);
     put(out, "]");
+    out->failed |= scratch->failed;
 }
 
 /* ---- Events: what the engine's thread writes into a job --------------------------------------------------------------------------- */
@@ -587,6 +589,7 @@ static void add_logprob(choice *c, const g4_event *e, string *scratch) {
     token_key(tok, e->token, scratch);
     put(&c->lp_tokens, comma);
     put_json(&c->lp_tokens, scratch->data, scratch->n);
+    c->lp_tokens.failed |= scratch->failed;
     putf(&c->lp_values, "%s%.9g", comma, finite_logprob(e->logprob));
     putf(&c->lp_tops, "%s{", comma);
     for (int i = 0, given = 0; i <= e->n_top; i++) { /* the chosen one comes last if it is none of the best */
@@ -596,6 +599,7 @@ static void add_logprob(choice *c, const g4_event *e, string *scratch) {
         token_key(tok, top.id, scratch);
         if (i) put(&c->lp_tops, ",");
         put_json(&c->lp_tops, scratch->data, scratch->n);
+        c->lp_tops.failed |= scratch->failed;
         putf(&c->lp_tops, ":%.9g", finite_logprob(top.logprob));
     }
     put(&c->lp_tops, "}");
@@ -879,7 +883,7 @@ static int make_choices(server *s, job *j, const g4_request *like, int n, failur
         c->r.logprobs = j->logprobs;
         g4_error err;
         if (j->chat && !(c->answer = g4_answer_open(s->o.tok, j->in_reasoning, on_part, c, &err))) return fail(f, 500, NULL, NULL, "%s", err.text);
-        if (j->echo) put_bytes(&c->content, p->echo.data, p->echo.n), c->text_offset = count_characters(&p->echo);
+        if (j->echo) put_bytes(&c->content, p->echo.data, p->echo.n), c->content.failed |= p->echo.failed, c->text_offset = count_characters(&p->echo);
     }
     return 0;
 }
@@ -1043,6 +1047,7 @@ static int add_prompt(server *s, body *b, job *j, uint32_t node) {
     for (size_t i = 0; j->echo && i < p->n; i++) {
         token_bytes(s->o.tok, p->ids[i], &piece);
         put_bytes(&p->echo, piece.data, piece.n);
+        p->echo.failed |= piece.failed;
     }
     free_string(&piece);
     return 0;
@@ -1113,6 +1118,7 @@ static int tokenize(server *s, body *b, string *out, failure *f) {
         token_bytes(s->o.tok, ids[i], &piece);
         put_json(out, piece.data, piece.n);
         put(out, "}");
+        out->failed |= piece.failed;
     }
     put(out, "]}\n");
     free_string(&piece);
