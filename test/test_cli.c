@@ -1,8 +1,7 @@
 /* test_cli.c - ./gemma4 as a process: what it prints, where, and its status, for every command and every kind of error.
  *
- * Uses the shipped model (models/austen), test/fixtures/e2b and 26b-a4b with transformers' results beside them,
-     and files that are written here
- * byte by byte. Values that a command must print are worked out here again. Needs a POSIX shell.
+ * Uses the shipped model (models/austen), test/fixtures/e2b and 26b-a4b with transformers' results beside them, and files that are
+ * written here byte by byte. Values that a command must print are worked out here again. Needs a POSIX shell.
  */
 #define G4_EXACT_FLOAT
 #include "gemma4.h"
