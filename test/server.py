@@ -488,12 +488,17 @@ def test_queue():
         statuses = [f.result()[0] for f in running]
         check(statuses == [200, 200, 200], "answers in progress are finished after SIGTERM: %s" % statuses)
         check(s.process.wait(PATIENCE) == 0, "status after SIGTERM")
-    s = Server("--parallel", "1", "--grace", "0", *SLOW)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        running = pool.submit(s.request, "POST", "/v1/completions", {"prompt": [2, 5], "max_tokens": 16000, "ignore_eos": True})
-        eventually(lambda: s.metric("answers_in_flight") == 1)
-        check(s.stop() == 0, "status after SIGTERM without grace")
-        check(running.result()[0] == 503, "its client is told")
+    for grace in ["0", "3000"]:
+        s = Server("--parallel", "1", "--grace", grace, *SLOW)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            running = pool.submit(s.request, "POST", "/v1/completions", {"prompt": [2, 5], "max_tokens": 16000, "ignore_eos": True})
+            eventually(lambda: s.metric("answers_in_flight") == 1)
+            s.process.send_signal(signal.SIGTERM)
+            if grace != "0":
+                check(s.said("no new requests") and s.process.poll() is None, "the answer has its time")
+                s.process.send_signal(signal.SIGTERM)
+            check(s.process.wait(PATIENCE) == 0, "status after SIGTERM without grace, or after a second")
+            check(running.result()[0] == 503, "its client is told")
 
 
 def test_long_answer_left():
