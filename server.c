@@ -104,6 +104,7 @@ typedef struct server {
     struct MHD_Daemon *daemon;
     long long started;           /* Unix time */
 
+    pthread_mutex_t preparing;   /* one body at a time becomes a job: parsed, it takes many times its size, and hundreds may come at once. Taken before `mutex` */
     pthread_mutex_t mutex;       /* guards all that follows, and the jobs */
     pthread_cond_t work_to_do;   /* the engine's thread waits for it */
     job *inbox;                  /* new jobs, the oldest first */
@@ -1405,6 +1406,7 @@ static int answer_post(exchange *x) {
         fail(&f, 413, NULL, NULL, "the request has more than the %zu bytes that are taken", s->o.max_body);
         return send_failure(x, &f);
     }
+    pthread_mutex_lock(&s->preparing);
     int failed = parse_body(&b, &x->body, &f);
     free_string(&x->body);
     if (!failed && x->endpoint == ENDPOINT_TOKENIZE) failed = tokenize(s, &b, &out, &f);
@@ -1413,6 +1415,7 @@ static int answer_post(exchange *x) {
     else if (!failed) failed = x->endpoint == ENDPOINT_CHAT ? make_chat(s, &b, j, &f) : make_completion(s, &b, j, &f);
     if (!failed) warn_of_unknown(s, &b);
     free_body(&b);
+    pthread_mutex_unlock(&s->preparing);
     if (!failed && j) failed = submit(s, j, &f);
     if (failed) {
         if (j) free_job(j);
@@ -1585,6 +1588,7 @@ int serve(const serve_options *o, g4_error *err) {
         return -1;
     }
     s.check_host = local && !o->api_key;
+    pthread_mutex_init(&s.preparing, NULL);
     pthread_mutex_init(&s.mutex, NULL);
     pthread_cond_init(&s.work_to_do, NULL);
 
@@ -1620,5 +1624,6 @@ int serve(const serve_options *o, g4_error *err) {
     g4_engine_close(s.engine);
     pthread_cond_destroy(&s.work_to_do);
     pthread_mutex_destroy(&s.mutex);
+    pthread_mutex_destroy(&s.preparing);
     return failed;
 }
