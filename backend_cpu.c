@@ -969,18 +969,19 @@ static INLINE TARGET float half_at(const unsigned char *p) {
 #endif
 }
 
-/* to [n] = n <= 8 halves, `stride` bytes apart */
+/* to [8] = n <= 8 halves, `stride` bytes apart; the last one again for those that are missing */
 static INLINE TARGET void halves_at(float *to, const unsigned char *p, int stride, int n) {
 #if LANES > 4
-    if (n == 8) {
-        uint64_t four[2] = {0};
+    uint64_t four[2] = {0};
+    if (n == 8)
         UNROLL for (int i = 0; i < 8; i++) four[i / 4] |= (uint64_t)load16(p + i * stride) << 16 * (i % 4);
-        __asm__("" : "+r"(four[0]), "+r"(four[1])); /* gcc would do this with vectors, which are busy */
-        _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_set_epi64x((int64_t)four[1], (int64_t)four[0])));
-        return;
-    }
+    else
+        UNROLL for (int i = 0; i < 8; i++) four[i / 4] |= (uint64_t)load16(p + MIN(i, n - 1) * stride) << 16 * (i % 4);
+    __asm__("" : "+r"(four[0]), "+r"(four[1])); /* gcc would do this with vectors, which are busy */
+    _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_set_epi64x((int64_t)four[1], (int64_t)four[0])));
+#else
+    for (int i = 0; i < 8; i++) to[i] = float_of_half(load16(p + MIN(i, n - 1) * stride));
 #endif
-    for (int i = 0; i < n; i++) to[i] = float_of_half(load16(p + i * stride));
 }
 
 /* The 8 scales and 8 minimums of a Q4_K or Q5_K, of 6 bits each. */
@@ -1130,8 +1131,8 @@ static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned ch
 #endif
 }
 
-/* x in all lanes. Where it is an operand of one instruction, a processor does that for nothing, but a number that is spread on its own takes a shuffle's place.
- * So `nothing` is added, which is 0, but compilers do not know that. */
+/* x in all lanes. A number that is spread over a vector on its own takes a shuffle's place in the processor, one that is an operand of something else does not.
+ * So it is or-ed with `nothing`, which is 0, but the compiler does not know that. */
 static INLINE TARGET vec spread(float x, vec nothing) {
 #if LANES == 16
     return (vec)_mm512_or_epi32((__m512i)nothing, _mm512_set1_epi32((int)bits_of(x)));
@@ -1410,7 +1411,8 @@ static TARGET void finish(float *y, const float *lanes, int N, int rows, int rou
 static NOINLINE TARGET void take_apart_any(piece *to, g4_dtype type, const unsigned char *p, int n) { take_apart(to, type, p, n); }
 
 /* a [R][N] += 64 (32, if `half`) weights of rows first .. end - 1 by N tokens */
-static INLINE TARGET void add_products(int first, int end, int N, int half, vec a[QUANT_ROWS][QUANT_TOKENS][PARTS], vec w[QUANT_ROWS][4][PARTS], const float *x, const size_t *token) {
+static INLINE TARGET void add_products(int first, int end, int N, int half, vec a[QUANT_ROWS][QUANT_TOKENS][PARTS], vec w[QUANT_ROWS][4][PARTS], const float *x,
+                                       const size_t *token) {
     UNROLL for (int t = 0; t < N; t++)
         UNROLL for (int i = 0; i < 4; i++)
             UNROLL for (int p = 0; p < PARTS; p++) {
@@ -1446,8 +1448,8 @@ static INLINE TARGET void quantised_tile(int R, int N, int known, g4_dtype type,
         const int next = at + 1 < pieces ? at + 1 : 0, length = u >= 0 ? MIN(256, m->n - 256 * at) : 0, next_length = MIN(256, m->n - 256 * next);
         const int next_rows = u + 1 < total ? R : 0;
         const piece *from = apart[u & 1];
-        const float *x = m->x + 256 * at;
-        const unsigned char *soon = last_w + ahead + (together ? at * (R - 1) * bytes : 0);
+        const float *x = m->x + 256 * MAX(at, 0);
+        const unsigned char *soon = last_w + ahead + (together ? MAX(at, 0) * (R - 1) * bytes : 0);
         const int8_t *q[QUANT_ROWS];
         int k = 0;
         for (int r = 0; r < R; r++) q[r] = in_place ? (const int8_t *)last_w + r * m->w_stride + f->first : from[r].q;
