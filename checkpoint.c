@@ -314,7 +314,9 @@ static int find_duplicate(const reader *r, uint32_t object, uint32_t *twin) {
 
 static int new_node(reader *r) {
     if (r->n == r->capacity) {
-        size_t most = (size_t)(r->end - r->begin) / 2 + 1, capacity = r->capacity < most / 2 ? 2 * r->capacity : most; /* a value and its comma take two bytes */
+        /* A value takes two bytes, one for itself and one for its comma or bracket; but those of arrays that are still open are yet to come. */
+        const size_t most = (size_t)(r->end - r->begin) / 2 + 1 + JSON_DEPTH;
+        size_t capacity = r->capacity < most / 2 ? 2 * r->capacity : most;
         g4_json_node *nodes = capacity > SIZE_MAX / sizeof *nodes ? NULL : realloc(r->nodes, capacity * sizeof *nodes);
         if (!nodes) return g4_fail(r->err, "%s: out of memory for %llu JSON values", r->what, (unsigned long long)capacity);
         r->nodes = nodes;
