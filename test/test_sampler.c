@@ -360,8 +360,8 @@ static void test_bias(void) {
     g4_sampling how = off;
     how.temperature = 0;
     const float logits[4] = {1, 2, 3, 4};
-    const g4_logit_bias some[3] = {{0, 3.5f}, {3, -100}, {0, 0.5f}};
-    how.logit_bias = some, how.n_logit_bias = 3;
+    const g4_logit_bias some[4] = {{0, 3}, {0, 0.5f}, {3, -100}, {0, 0.5f}};
+    how.logit_bias = some, how.n_logit_bias = 4;
     float copy[4];
     memcpy(copy, logits, sizeof copy);
     CHECK(g4_sample(&how, copy, 4, NULL, 0, NULL, 0, &err) == 0 && copy[0] == 5 && copy[3] == -96, "logit bias: %g %g", (double)copy[0], (double)copy[3]);
