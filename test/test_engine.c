@@ -18,6 +18,8 @@ static void make_dir(void) {
     make_directory(dir);
 }
 #else
+#include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #define make_directory(path) mkdir(path, 0777)
@@ -542,6 +544,27 @@ static size_t decode_all(const g4_tokenizer *tok, const int32_t *ids, int n, int
 }
 
 /* One request; its pieces joined in out, ids in ids. */
+/* An id that was sampled and has no per-layer embedding cannot be gone on with: that text ends, and nobody else's. */
+static void check_unknown(void) {
+    g4_model *m = open_model("test/fixtures/odd", NULL);
+    g4_state *s = open_state(m, 32, 8, 2);
+    g4_engine *e = open_engine(s, NULL, (g4_engine_options){0});
+    int known = g4_get_config(m)->vocab_size_per_layer_input;
+    CHECK(known < g4_get_config(m)->vocab_size && g4_get_config(m)->hidden_size_per_layer_input, "the fixture has such ids");
+    text alone = new_text(7, 6), unknown = new_text(5, 6), beside = new_text(7, 6);
+    CHECK(add(e, &alone) > 0, "%s", err.text);
+    run_all(e);
+    unknown.how.logit_bias = &(g4_logit_bias){known, 1000}, unknown.how.n_logit_bias = 1;
+    CHECK(add(e, &unknown) > 0 && add(e, &beside) > 0, "%s", err.text);
+    run_all(e);
+    CHECK(unknown.ended == G4_FINISH_ERROR && unknown.n_got == 0, "id %d: finish %d after %d tokens", known, (int)unknown.ended, unknown.n_got);
+    CHECK(beside.ended != G4_FINISH_ERROR && beside.ended == alone.ended && beside.n_got == alone.n_got && !memcmp(beside.got, alone.got, sizeof beside.got),
+          "the text beside it: finish %d after %d tokens", (int)beside.ended, beside.n_got);
+    g4_engine_close(e);
+    g4_state_close(s);
+    g4_close(m);
+}
+
 typedef struct outcome {
     char out[4096];
     size_t n;
@@ -832,6 +855,17 @@ static void check_files(void) {
 #ifndef _WIN32
     if (!access("/dev/full", W_OK)) CHECK(g4_sequence_save(s, 0, 10, ids, "/dev/full", &err) && strstr(err.text, "cannot write") && !access("/dev/full", W_OK), "a full disk: %s", err.text);
     else SKIP("no /dev/full");
+    /* a disk that is full before the end, by way of the limit of a file's size; its signal would end the program */
+    struct rlimit had, little;
+    CHECK(!getrlimit(RLIMIT_FSIZE, &had), "RLIMIT_FSIZE");
+    little = had;
+    little.rlim_cur = 1000;
+    void (*handler)(int) = signal(SIGXFSZ, SIG_IGN);
+    setrlimit(RLIMIT_FSIZE, &little);
+    int written = !g4_sequence_save(s, 0, 10, ids, file, &err);
+    setrlimit(RLIMIT_FSIZE, &had);
+    signal(SIGXFSZ, handler);
+    CHECK(!written && strstr(err.text, "cannot write"), "a disk that is full before the end: %s", err.text);
 #endif
     CHECK(read_file(file, changed, sizeof changed) == size && !memcmp(changed, good, size), "what failed did not touch the file");
 
@@ -890,6 +924,7 @@ int main(int argc, char **argv) {
     check_fairness();
     check_prefixes();
     check_drafts();
+    check_unknown();
     check_text();
     for (int i = 0; i < 5; i++) check_copies(models[i]);
     check_files();
