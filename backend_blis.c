@@ -47,7 +47,7 @@ static void panel_product(const g4_run *run, float *y, const g4_tensor *W, const
     float *y_end = y + (size_t)T_x * (size_t)stride;
     for (int i = 0; i < cols; i += COLS) {
         const int n = MIN(COLS, cols - i);
-        for (int r = 0; r < rows; r++) type->widen(panel + (size_t)r * n, w + (size_t)r * g4_row_bytes(W) + (size_t)(i / type->block) * (size_t)type->bytes, n);
+        for (int r = 0; r < rows; r++) g4_widen(W->type, panel + (size_t)r * n, w + (size_t)r * g4_row_bytes(W) + (size_t)(i / type->block) * (size_t)type->bytes, n);
         if (bf16 && W->type != G4_TYPE_BF16)
             for (int k = 0; k < rows * n; k++) panel[k] = g4_bf16_round(panel[k]);
         const float sum = i > 0; /* y = sum * y + x times the panel's transpose */

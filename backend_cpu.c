@@ -71,12 +71,20 @@ typedef struct product {
 /* For products of MANY tokens or more: PANEL rows of BLOCK weights, widened, stay in the second cache while up to MOST tokens meet them, and the lanes of all these
  * wait there for the next BLOCK. Both weights and x are copied in the order in which they are used: what lies a power of two apart falls into the same few
  * lines of the nearest cache. */
-enum { MANY = 24, PANEL = 16, BLOCK = 512, MOST = 132, WORK = PANEL * BLOCK + MOST * PANEL * 16 };
+enum { MANY = 24, MANY_INTEGERS = 8, PANEL = 16, BLOCK = 512, MOST = 132, WORK = PANEL * BLOCK + MOST * PANEL * 16 };
+
+/* As much as the kernels of all versions use: 19 numbers for 16 activations, rows being filled up to 512. */
+static INLINE size_t integer_tokens(int cols) { return ((size_t)cols + 511) / 512 * 608; }
+static INLINE size_t integer_work(int cols) { return MOST * 64 + ((size_t)cols + 511) / 512 * (3072 + 608); }
 
 typedef struct kernels {
     void (*products)(const product *m, int begin, int end);
     void (*pack)(const product *m, float *packed, int worker, int workers);
     void (*packed_products)(const product *m, const float *packed, float *work, int begin, int end);
+    void (*integers_of)(const product *m, const float *x, float *memory);
+    void (*integer_products)(const product *m, float *memory, int begin, int end);
+    void (*pack_as_integers)(const product *m, float *to, float *temporary, int worker, int workers); /* NULL: there is no such kernel */
+    void (*packed_integer_products)(const product *m, const float *packed, float *work, int begin, int end);
     void (*weighted_sum)(float *o, const float *p, size_t p_stride, const float *v, int heads, int dh, int n, int begin, int end);
     void (*softmax)(float *s, int n, int round);
     void (*gelu_mul)(float *gate, const float *up, int n, int round);
@@ -133,43 +141,41 @@ static INLINE float float_of_half(uint32_t h) {
 #if defined(__GNUC__) && (defined(__SSE2__) || defined(__aarch64__) || defined(__wasm_simd128__) || defined(__riscv_vector)) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #define HAVE_VECTORS
 
-/* Where the integers of a quantised type lie (quants.c): 16 bytes of two nibbles each for 32 weights, or 32 bytes; 0: in several places. */
-enum { NIBBLES = 1, BYTES };
+typedef uint8_t bytes16 __attribute__((vector_size(16)));
+#endif
+
+/* What the kernels know of a quantised type; the first four are g4_types' too, but here the compiler sees them. */
 typedef struct format {
-    int integers;
-    int first, stride; /* in bytes: where those of the first 32 weights begin, and from there to the next */
-    int crossed;       /* a high nibble belongs to the weight 32 after that of the low one; else 16 */
-    int plus;          /* 1 or -1: the formula has a second term, which is added or subtracted */
-    int shift;         /* log2 of the number of weights that share a scale */
-    int8_t level[16];  /* what the nibbles stand for */
+    int block, bytes, group, mins;
+    int offset;        /* weights are multiplied as integers from 0 on: those of quants.c plus this */
+    int bits;          /* of a digit (below) where instructions multiply bytes: the sum of two products must fit AVX2's 16 bits */
+    int first, stride; /* where integers are nibbles: bytes before those of the first 32 weights, and from there to the next */
+    uint8_t level[16]; /* what nibbles stand for, offset included */
 } format;
 
 #define FROM_0 {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
-#define IQ4 {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}
+#define IQ4 {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}
 static const format formats[G4_N_TYPES] = {
-    [G4_TYPE_Q4_0] = {NIBBLES, 2, 18, 0, 0, 5, {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7}},
-    [G4_TYPE_Q4_1] = {NIBBLES, 4, 20, 0, 1, 5, FROM_0},
-    [G4_TYPE_IQ4_NL] = {NIBBLES, 2, 18, 0, 0, 5, IQ4},
-    [G4_TYPE_IQ4_XS] = {NIBBLES, 8, 16, 0, 0, 5, IQ4},
-    [G4_TYPE_MXFP4] = {NIBBLES, 1, 17, 0, 0, 5, {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}},
-    [G4_TYPE_Q4_K] = {NIBBLES, 16, 16, 1, -1, 5, FROM_0},
-    [G4_TYPE_Q8_0] = {BYTES, 2, 34, 0, 0, 5, {0}},
-    [G4_TYPE_Q5_0] = {0, 0, 32, 0, 0, 5, {0}},
-    [G4_TYPE_Q5_1] = {0, 0, 32, 0, 1, 5, {0}},
-    [G4_TYPE_Q2_K] = {0, 0, 32, 0, -1, 4, {0}},
-    [G4_TYPE_Q3_K] = {0, 0, 32, 0, 0, 4, {0}},
-    [G4_TYPE_Q5_K] = {0, 0, 32, 0, -1, 5, {0}},
-    [G4_TYPE_Q6_K] = {0, 0, 32, 0, 0, 4, {0}},
+    [G4_TYPE_Q4_0] = {32, 18, 32, 0, 8, 8, 2, 18, FROM_0},
+    [G4_TYPE_Q4_1] = {32, 20, 32, 1, 0, 8, 4, 20, FROM_0},
+    [G4_TYPE_Q5_0] = {32, 22, 32, 0, 16, 8, 0, 0, {0}},
+    [G4_TYPE_Q5_1] = {32, 24, 32, 1, 0, 8, 0, 0, {0}},
+    [G4_TYPE_Q8_0] = {32, 34, 32, 0, 128, 7, 0, 0, {0}},
+    [G4_TYPE_Q2_K] = {256, 84, 16, 1, 0, 8, 0, 0, {0}},
+    [G4_TYPE_Q3_K] = {256, 110, 16, 0, 4, 8, 0, 0, {0}},
+    [G4_TYPE_Q4_K] = {256, 144, 32, 1, 0, 8, 0, 0, {0}},
+    [G4_TYPE_Q5_K] = {256, 176, 32, 1, 0, 8, 0, 0, {0}},
+    [G4_TYPE_Q6_K] = {256, 210, 16, 0, 32, 8, 0, 0, {0}},
+    [G4_TYPE_IQ4_NL] = {32, 18, 32, 0, 128, 7, 2, 18, IQ4},
+    [G4_TYPE_IQ4_XS] = {256, 136, 32, 0, 128, 7, 8, 16, IQ4},
+    [G4_TYPE_MXFP4] = {32, 17, 32, 0, 12, 8, 1, 17, {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}},
 };
 
-/* Up to 256 quantised weights of a row, taken apart: weight i is term[k] * q[i], plus or minus term[(256 >> shift) + k], k = i >> shift. */
-typedef struct piece {
-    float term[32];
-    int8_t q[256]; /* unless they can be read where they lie */
-} piece;
-
-typedef uint8_t bytes16 __attribute__((vector_size(16)));
-#endif
+/* 16 groups of a row, a step: 512 or 256 weights. */
+typedef struct taken {
+    float scale[16], min[16];
+    uint8_t q[512];
+} taken;
 
 #define PASTE(a, b) a##_##b
 #define VERSION(name, isa) PASTE(name, isa)
@@ -210,15 +216,12 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define finish VERSION(finish, ISA)
 #define byte_vec VERSION(byte_vec, ISA)
 #define short_vec VERSION(short_vec, ISA)
-#define weights VERSION(weights, ISA)
 #define load_bytes VERSION(load_bytes, ISA)
 #define store_bytes VERSION(store_bytes, ISA)
 #define shift_left VERSION(shift_left, ISA)
 #define shift_right VERSION(shift_right, ISA)
 #define masked_or VERSION(masked_or, ISA)
 #define split VERSION(split, ISA)
-#define from_bytes VERSION(from_bytes, ISA)
-#define scale_bytes VERSION(scale_bytes, ISA)
 #define half_at VERSION(half_at, ISA)
 #define halves_at VERSION(halves_at, ISA)
 #define bytes32 VERSION(bytes32, ISA)
@@ -226,33 +229,50 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define or32 VERSION(or32, ISA)
 #define store32 VERSION(store32, ISA)
 #define scale_eight VERSION(scale_eight, ISA)
-#define six_bits VERSION(six_bits, ISA)
-#define take_apart VERSION(take_apart, ISA)
-#define spread VERSION(spread, ISA)
-#define fused VERSION(fused, ISA)
-#define widen_quantised VERSION(widen_quantised, ISA)
-#define quantised_tile VERSION(quantised_tile, ISA)
-#define q4_0 VERSION(q4_0, ISA)
-#define q4_1 VERSION(q4_1, ISA)
-#define q5_0 VERSION(q5_0, ISA)
-#define q5_1 VERSION(q5_1, ISA)
-#define q8_0 VERSION(q8_0, ISA)
-#define q2_k VERSION(q2_k, ISA)
-#define q3_k VERSION(q3_k, ISA)
-#define q4_k VERSION(q4_k, ISA)
-#define q5_k VERSION(q5_k, ISA)
-#define q6_k VERSION(q6_k, ISA)
-#define iq4_nl VERSION(iq4_nl, ISA)
-#define iq4_xs VERSION(iq4_xs, ISA)
-#define mxfp4 VERSION(mxfp4, ISA)
+#define scales_q4_k VERSION(scales_q4_k, ISA)
+#define minus_32 VERSION(minus_32, ISA)
+#define scales_q3_k VERSION(scales_q3_k, ISA)
+#define scales_iq4_xs VERSION(scales_iq4_xs, ISA)
+#define twice VERSION(twice, ISA)
+#define shifted VERSION(shifted, ISA)
+#define masked_or64 VERSION(masked_or64, ISA)
+#define nibbles64 VERSION(nibbles64, ISA)
+#define weights64 VERSION(weights64, ISA)
+#define halves16 VERSION(halves16, ISA)
+#define scale16 VERSION(scale16, ISA)
+#define take_whole_step VERSION(take_whole_step, ISA)
+#define multiplied VERSION(multiplied, ISA)
+#define take VERSION(take, ISA)
+#define take_rest VERSION(take_rest, ISA)
+#define multiply VERSION(multiply, ISA)
 #define one_token VERSION(one_token, ISA)
-#define two_tokens VERSION(two_tokens, ISA)
-#define four_tokens VERSION(four_tokens, ISA)
-#define eight_tokens VERSION(eight_tokens, ISA)
-#define eight_tokens_one_row VERSION(eight_tokens_one_row, ISA)
-#define take_apart_any VERSION(take_apart_any, ISA)
-#define add_products VERSION(add_products, ISA)
-#define quantised_rows VERSION(quantised_rows, ISA)
+#define add_groups VERSION(add_groups, ISA)
+#define take_apart VERSION(take_apart, ISA)
+#define take_step VERSION(take_step, ISA)
+#define digit VERSION(digit, ISA)
+#define integers VERSION(integers, ISA)
+#define digit_bits VERSION(digit_bits, ISA)
+#define groups_in VERSION(groups_in, ISA)
+#define integers_size VERSION(integers_size, ISA)
+#define integers_at VERSION(integers_at, ISA)
+#define make_integers VERSION(make_integers, ISA)
+#define ints VERSION(ints, ISA)
+#define dot4 VERSION(dot4, ISA)
+#define load_ints VERSION(load_ints, ISA)
+#define four_products VERSION(four_products, ISA)
+#define group_sums VERSION(group_sums, ISA)
+#define integer_rows_of VERSION(integer_rows_of, ISA)
+#define integer_rows VERSION(integer_rows, ISA)
+#define tokens_bytes VERSION(tokens_bytes, ISA)
+#define rows_bytes VERSION(rows_bytes, ISA)
+#define lane_order VERSION(lane_order, ISA)
+#define token_groups VERSION(token_groups, ISA)
+#define pack_integers VERSION(pack_integers, ISA)
+#define pack_rows VERSION(pack_rows, ISA)
+#define transpose VERSION(transpose, ISA)
+#define integer_tile VERSION(integer_tile, ISA)
+#define packed_integer_rows VERSION(packed_integer_rows, ISA)
+#define work_size VERSION(work_size, ISA)
 #define product_widened VERSION(product_widened, ISA)
 #define product_rows VERSION(product_rows, ISA)
 #define pack_tokens VERSION(pack_tokens, ISA)
@@ -276,15 +296,13 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #include <immintrin.h>
 
 #define ISA avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,f16c")))
 #define LANES 16
 #define ROWS 4
 #define GROUP 6
 #define FEWER_ROWS 3
 #define TOKENS 8
-#define QUANT_ROWS 4
-#define QUANT_PAIR 2
-#define QUANT_TOKENS 8
+#define ROW_TOKENS 8
 #include "backend_cpu.c"
 #undef ISA
 #undef TARGET
@@ -293,9 +311,7 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #undef GROUP
 #undef FEWER_ROWS
 #undef TOKENS
-#undef QUANT_ROWS
-#undef QUANT_PAIR
-#undef QUANT_TOKENS
+#undef ROW_TOKENS
 
 #define ISA avx2
 #define TARGET __attribute__((target("avx2,fma,f16c")))
@@ -304,9 +320,7 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define GROUP 3
 #define FEWER_ROWS 2
 #define TOKENS 3
-#define QUANT_ROWS 2
-#define QUANT_PAIR 1
-#define QUANT_TOKENS 8
+#define ROW_TOKENS 4
 #include "backend_cpu.c"
 #undef ISA
 #undef TARGET
@@ -315,9 +329,7 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #undef GROUP
 #undef FEWER_ROWS
 #undef TOKENS
-#undef QUANT_ROWS
-#undef QUANT_PAIR
-#undef QUANT_TOKENS
+#undef ROW_TOKENS
 #endif
 
 #define ISA base
@@ -326,8 +338,6 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define LANES 4
 #define GROUP 3
 #define TOKENS 3
-#define QUANT_ROWS 1
-#define QUANT_TOKENS 1
 #if defined(__aarch64__) || defined(__riscv_vector) /* 32 registers */
 #define ROWS 2
 #else
@@ -347,7 +357,7 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 static const kernels *choose_kernels(void) {
 #ifdef HAVE_AVX
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
         return &table_avx512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &table_avx2;
 #endif
@@ -372,8 +382,39 @@ static int part_begin(int rows, int part, int parts) {
 }
 
 static size_t scratch(int T, int cols, int threads) {
+    const uint64_t tokens = (uint64_t)MIN(T, MOST);
     const uint64_t floats = T >= MANY ? (uint64_t)MOST * whole_steps(cols) + (uint64_t)threads * WORK : 0;
-    return (size_t)floats == floats ? (size_t)floats : SIZE_MAX;
+    const uint64_t by_integers = tokens * integer_tokens(cols) + (T >= MANY_INTEGERS ? (uint64_t)threads * integer_work(cols) : 0);
+    return (size_t)MAX(floats, by_integers) == MAX(floats, by_integers) ? (size_t)MAX(floats, by_integers) : SIZE_MAX;
+}
+
+/* Quantised weights: rows are multiplied as integers. */
+static void matmul_integers(const g4_run *run, const product *all, int rows) {
+    const kernels *k = KERNELS;
+    const size_t size = integer_tokens(all->n), work_size = integer_work(all->n);
+    for (int round = 0, rounds = (all->T + MOST - 1) / MOST; round < rounds; round++) {
+        const int first = (int)((int64_t)all->T * round / rounds);
+        product some = *all, *m = &some;
+        m->x += (size_t)first * m->x_stride, m->y += (size_t)first * m->y_stride, m->T = (int)((int64_t)all->T * (round + 1) / rounds) - first;
+        const int packed = m->T >= MANY_INTEGERS && k->pack_as_integers;
+        float *work = run->scratch + (size_t)m->T * size;
+        const int share = worth_sharing((size_t)rows * (size_t)m->n * (size_t)m->T);
+        (void)share; /* without OpenMP */
+        if (packed) {
+#pragma omp parallel for schedule(static) num_threads(run->threads) if (share)
+            for (int part = 0; part < run->threads; part++) k->pack_as_integers(m, run->scratch, work + (size_t)part * work_size, part, run->threads);
+        } else {
+            for (int t = 0; t < m->T; t++) k->integers_of(m, m->x + (size_t)t * m->x_stride, run->scratch + (size_t)t * size);
+        }
+#pragma omp parallel for schedule(static) num_threads(run->threads) if (share)
+        for (int part = 0; part < run->threads; part++) {
+            double begin = g4_part_begins(run);
+            const int from = part_begin(rows, part, run->threads), to = part_begin(rows, part + 1, run->threads);
+            if (packed) k->packed_integer_products(m, run->scratch, work + (size_t)part * work_size, from, to);
+            else k->integer_products(m, run->scratch, from, to);
+            g4_part_ends(run, part, begin);
+        }
+    }
 }
 
 static void matmul(const g4_run *run, float *y, const g4_tensor *W, const float *x, int T) {
@@ -382,6 +423,11 @@ static void matmul(const g4_run *run, float *y, const g4_tensor *W, const float 
     const product m = {.y = y, .y_stride = (size_t)rows, .w = W->data, .w_stride = g4_row_bytes(W), .type = W->type,
                        .widen = W->type != G4_TYPE_BF16 && (W->type != G4_TYPE_F32 || bf16 || !host_is_little()),
                        .x = x, .x_stride = (size_t)cols, .T = T, .n = cols, .round = bf16};
+    if (W->type > G4_TYPE_BF16 && !bf16) {
+        if (run->scratch) matmul_integers(run, &m, rows);
+        else g4_backend_scalar.matmul(run, y, W, x, T);
+        return;
+    }
     if (T >= MANY && run->scratch) {
         float *packed = run->scratch, *work = packed + MOST * whole_steps(cols);
         for (int round = 0, rounds = (T + MOST - 1) / MOST; round < rounds; round++) {
@@ -638,6 +684,7 @@ typedef float half_vec __attribute__((vector_size(4 * HALF)));
 typedef uint32_t half_uvec __attribute__((vector_size(4 * HALF)));
 typedef int32_t half_mask __attribute__((vector_size(4 * HALF)));
 typedef double wide __attribute__((vector_size(8 * HALF)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint64_t wide_bits __attribute__((vector_size(8 * HALF)));
 typedef int64_t wide_mask __attribute__((vector_size(8 * HALF)));
 typedef uint8_t byte_vec __attribute__((vector_size(LANES == 4 ? 16 : 32)));
@@ -647,6 +694,7 @@ typedef struct bytes32 {
 } bytes32;
 #define TO_WIDE(x) __builtin_convertvector(x, wide)
 #define TO_HALF(x) __builtin_convertvector(x, half_vec)
+#define TO_VEC(x) __builtin_convertvector(x, vec)
 #define BITS(type, x) ((type)(x))
 #else
 #define HALF 1
@@ -655,10 +703,12 @@ typedef float half_vec;
 typedef uint32_t half_uvec;
 typedef int half_mask;
 typedef double wide;
+typedef int32_t ints;
 typedef uint64_t wide_bits;
 typedef int wide_mask;
 #define TO_WIDE(x) ((wide)(x))
 #define TO_HALF(x) ((half_vec)(x))
+#define TO_VEC(x) ((vec)(x))
 #define BITS(type, x) (x)
 #endif
 
@@ -852,9 +902,8 @@ static TARGET void rope_row(float *x, const float *c, const float *s, int half, 
 
 /* ---- Quantised weights -------------------------------------------------------------------------------------------------------
  *
- * quants.c shows how the types lie in memory and their formulas, which come to one: scale * integer + term. A row is taken apart into these, 256 weights
- * at a time, and then the types do not matter any more. The product is exact: at most 24 bits, 11 of a half, 7 of an integer scale and 6 of an integer, or
- * 11 and 8. So a fused product and sum, which rounds once, rounds as the formula does.
+ * quants.c shows how the types lie in memory. A row is taken apart into scales, minimums and integers, one step after the other, and then the types do not
+ * matter any more.
  */
 #if LANES > 1
 
@@ -893,7 +942,7 @@ static INLINE TARGET bytes32 split(const unsigned char *p) {
     return r;
 }
 
-static INLINE TARGET void store32(int8_t *q, bytes32 r) { memcpy(q, &r, sizeof r); }
+static INLINE TARGET void store32(uint8_t *q, bytes32 r) { memcpy(q, &r, sizeof r); }
 
 /* 32 bytes that are `value` where a bit is set */
 static INLINE TARGET bytes32 where(uint32_t bits, uint8_t value) {
@@ -920,44 +969,12 @@ static INLINE TARGET bytes32 or32(bytes32 a, bytes32 b) {
     return a;
 }
 
-/* Vector number `part` of the 16 signed bytes at q. */
-static INLINE TARGET vec from_bytes(const int8_t *q, int part) {
-    q += LANES * part;
-#if LANES == 16
-    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)q)));
-#elif LANES == 8
-    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)q)));
-#else /* a byte becomes the highest of four, and the shift brings its sign along */
-    typedef int32_t four __attribute__((vector_size(16)));
-    typedef uint16_t eight __attribute__((vector_size(16)));
-    uint32_t bytes;
-    memcpy(&bytes, q, sizeof bytes);
-    const eight zero = {0};
-    const bytes16 none = {0}, b = (bytes16)(four){(int32_t)bytes, 0, 0, 0};
-#ifdef __clang__
-    const eight h = (eight)__builtin_shufflevector(none, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const four w = (four)__builtin_shufflevector(zero, h, 0, 8, 1, 9, 2, 10, 3, 11);
-#else
-    const eight h = (eight)__builtin_shuffle(none, b, (bytes16){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-    const four w = (four)__builtin_shuffle(zero, h, (eight){0, 8, 1, 9, 2, 10, 3, 11});
-#endif
-    return __builtin_convertvector(w >> 24, vec);
-#endif
-}
-
-/* to [16] = factor * q [16] */
-static INLINE TARGET void scale_bytes(float *to, const int8_t *q, float factor) {
-    for (int p = 0; p < PARTS; p++) store(to + p * LANES, factor * from_bytes(q, p));
-}
-
 /* to [8] = factor * the signed bytes of q */
 static INLINE TARGET void scale_eight(float *to, uint64_t q, float factor) {
 #if LANES > 4
     _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_set1_ps(factor), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)q)))));
 #else
-    int8_t bytes[8];
-    memcpy(bytes, &q, sizeof bytes);
-    for (int p = 0; p < 2; p++) store(to + 4 * p, factor * from_bytes(bytes, p));
+    for (int i = 0; i < 8; i++) to[i] = factor * (float)(int8_t)(q >> 8 * i & 255);
 #endif
 }
 
@@ -969,78 +986,99 @@ static INLINE TARGET float half_at(const unsigned char *p) {
 #endif
 }
 
-/* to [8] = n <= 8 halves, `stride` bytes apart; the last one again for those that are missing */
-static INLINE TARGET void halves_at(float *to, const unsigned char *p, int stride, int n) {
+/* to [8] = factor times n <= 8 halves, `stride` bytes apart; 0 for those that are missing */
+static INLINE TARGET void halves_at(float *to, const unsigned char *p, int stride, int n, float factor) {
 #if LANES > 4
-    uint64_t four[2] = {0};
-    if (n == 8)
+    if (n == 8) {
+        uint64_t four[2] = {0};
         UNROLL for (int i = 0; i < 8; i++) four[i / 4] |= (uint64_t)load16(p + i * stride) << 16 * (i % 4);
-    else
-        UNROLL for (int i = 0; i < 8; i++) four[i / 4] |= (uint64_t)load16(p + MIN(i, n - 1) * stride) << 16 * (i % 4);
-    __asm__("" : "+r"(four[0]), "+r"(four[1])); /* gcc would do this with vectors, which are busy */
-    _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_set_epi64x((int64_t)four[1], (int64_t)four[0])));
-#else
-    for (int i = 0; i < 8; i++) to[i] = float_of_half(load16(p + MIN(i, n - 1) * stride));
+        __asm__("" : "+r"(four[0]), "+r"(four[1])); /* gcc would do this with vectors, which are busy */
+        __m256 eight = _mm256_cvtph_ps(_mm_set_epi64x((int64_t)four[1], (int64_t)four[0]));
+        _mm256_storeu_ps(to, factor == 1 ? eight : _mm256_mul_ps(eight, _mm256_set1_ps(factor)));
+        return;
+    }
 #endif
+    for (int i = 0; i < 8; i++) to[i] = i < n ? factor * half_at(p + i * stride) : 0;
 }
 
-/* The 8 scales and 8 minimums of a Q4_K or Q5_K, of 6 bits each. */
-static INLINE TARGET void six_bits(float *term, const unsigned char *p) {
-    uint64_t low, high, end; /* their bits; first 4 bytes for scales, then 4 for minimums */
+/* s [2]: 8 scales and 8 minimums of a Q4_K or Q5_K, of 6 bits each, in bytes */
+static INLINE TARGET void scales_q4_k(uint64_t *s, const unsigned char *p) {
+    uint64_t low, high, end; /* first 4 bytes for scales, then 4 for minimums */
     uint32_t c;
-    memcpy(&low, p + 4, sizeof low);
-    memcpy(&c, p + 12, sizeof c);
+    memcpy(&low, p, sizeof low);
+    memcpy(&c, p + 8, sizeof c);
     end = (c | (uint64_t)c << 28) & 0x0f0f0f0f0f0f0f0f;
     high = end | (low >> 6 & 0x0303030303030303) << 4;
     low &= 0x3f3f3f3f3f3f3f3f;
-#if LANES > 4
-    quad d = (quad)_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)(const void *)p));
-#else
-    quad d = {half_at(p), half_at(p + 2)};
-#endif
-    scale_eight(term, (low & 0xffffffff) | high << 32, d[0]);
-    scale_eight(term + 8, low >> 32 | (high & 0xffffffff00000000), d[1]);
+    s[0] = (low & 0xffffffff) | high << 32, s[1] = low >> 32 | (high & 0xffffffff00000000);
 }
 
-/* n weights, whole blocks of a type, at p */
-static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned char *p, int n) {
-    const format *f = &formats[type];
+/* 32 less than each byte, which is below 64 */
+static INLINE TARGET uint64_t minus_32(uint64_t b) { return ((b | 0x8080808080808080) - 0x2020202020202020) ^ 0x8080808080808080; }
+
+/* s [2]: the 16 scales of a Q3_K, in bytes */
+static INLINE TARGET void scales_q3_k(uint64_t *s, const unsigned char *p) {
+    uint64_t low;
+    uint32_t end;
+    memcpy(&low, p, sizeof low);
+    memcpy(&end, p + 8, sizeof end);
+    s[0] = minus_32((low & 0x0f0f0f0f0f0f0f0f) | ((end | (uint64_t)end << 30) & 0x0303030303030303) << 4);
+    s[1] = minus_32((low >> 4 & 0x0f0f0f0f0f0f0f0f) | ((end >> 4 | (uint64_t)end << 26) & 0x0303030303030303) << 4);
+}
+
+/* The 8 scales of an IQ4_XS, in bytes: 4 bits and 2 bits are spread out */
+static INLINE TARGET uint64_t scales_iq4_xs(const unsigned char *p) {
+    uint32_t l;
+    memcpy(&l, p + 4, sizeof l);
+    uint64_t low = l, high = load16(p + 2);
+    low = (low | low << 16) & 0x0000ffff0000ffff, low = (low | low << 8) & 0x00ff00ff00ff00ff, low = (low | low << 4) & 0x0f0f0f0f0f0f0f0f;
+    high = (high | high << 24) & 0x000000ff000000ff, high = (high | high << 12) & 0x000f000f000f000f, high = (high | high << 6) & 0x0303030303030303;
+    return minus_32(low | high << 4);
+}
+
+/* Half number `half` of a step, or all of it where 256 weights are a step: n <= 256 weights at p, whole blocks; missing ones are zeros. */
+static INLINE TARGET void take_apart(taken *to, int half, g4_dtype type, const unsigned char *p, int n) {
     enum { STEP = sizeof(byte_vec) };
     const int runs = n / 32;
-    float *term = to->term;
-    int8_t *q = to->q;
+    float *scale = to->scale + 8 * half, *min = to->min + 8 * half;
+    uint8_t *q = to->q + 256 * half;
+    uint64_t six_bits[2];
+    if (n < 256) memset(q, 0, 256);
     switch (type) {
-    case G4_TYPE_Q4_0: case G4_TYPE_Q8_0: case G4_TYPE_IQ4_NL:
-        halves_at(term, p, f->stride, runs);
+    case G4_TYPE_Q4_0: case G4_TYPE_IQ4_NL:
+        halves_at(scale, p, 18, runs, 1);
+        break;
+    case G4_TYPE_Q8_0:
+        halves_at(scale, p, 34, runs, 1);
+        for (int k = 0; k < runs; k++, p += 34, q += 32)
+            UNROLL for (int i = 0; i < 32; i += STEP) store_bytes(q + i, load_bytes(p + 2 + i) ^ 128);
         break;
     case G4_TYPE_Q4_1:
-        halves_at(term, p, 20, runs);
-        halves_at(term + 8, p + 2, 20, runs);
+        halves_at(scale, p, 20, runs, 1);
+        halves_at(min, p + 2, 20, runs, -1);
         break;
     case G4_TYPE_MXFP4:
         for (int k = 0; k < 8; k++) {
             uint32_t e = k < runs ? p[17 * k] : 0, bits = (e - 1) << 23;
-            term[k] = float_of(e < 2 ? 0x00200000u << e : bits); /* 2^(e - 128) */
+            scale[k] = k < runs ? float_of(e < 2 ? 0x00200000u << e : bits) : 0; /* 2^(e - 128) */
         }
         break;
     case G4_TYPE_Q5_0:
-        halves_at(term, p, 22, runs);
-        for (int k = 0; k < runs; k++, p += 22, q += 32) {
-            store32(q, or32(split(p + 6), where(~(load16(p + 2) | (uint32_t)load16(p + 4) << 16), 0xf0))); /* 16 or minus 16 comes to the same */
-        }
+        halves_at(scale, p, 22, runs, 1);
+        for (int k = 0; k < runs; k++, p += 22, q += 32) store32(q, or32(split(p + 6), where(load16(p + 2) | (uint32_t)load16(p + 4) << 16, 16)));
         break;
     case G4_TYPE_Q5_1:
-        halves_at(term, p, 24, runs);
-        halves_at(term + 8, p + 2, 24, runs);
-        for (int k = 0; k < runs; k++, p += 24, q += 32) {
-            store32(q, or32(split(p + 8), where(load16(p + 4) | (uint32_t)load16(p + 6) << 16, 16)));
-        }
+        halves_at(scale, p, 24, runs, 1);
+        halves_at(min, p + 2, 24, runs, -1);
+        for (int k = 0; k < runs; k++, p += 24, q += 32) store32(q, or32(split(p + 8), where(load16(p + 4) | (uint32_t)load16(p + 6) << 16, 16)));
         break;
     case G4_TYPE_Q2_K: {
-        int8_t four[32];
-        store32(four, split(p));
-        scale_bytes(term, four, half_at(p + 80));
-        scale_bytes(term + 16, four + 16, half_at(p + 82));
+        uint64_t four[4]; /* scales and minimums of 4 bits, 8 bytes of each */
+        store32((uint8_t *)four, split(p));
+        for (int k = 0; k < 2; k++) {
+            scale_eight(scale + 8 * k, four[k], half_at(p + 80));
+            scale_eight(min + 8 * k, four[2 + k], half_at(p + 82));
+        }
         for (int i = 0; i < 64; i += STEP) {
             byte_vec b = load_bytes(p + 16 + i);
             UNROLL for (int k = 0; k < 4; k++) store_bytes(q + i / 32 * 128 + i % 32 + 32 * k, shift_right(b, 2 * k) & 3);
@@ -1048,29 +1086,32 @@ static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned ch
         break;
     }
     case G4_TYPE_Q3_K: {
-        const uint64_t sign = 0x8080808080808080, half = 0x2020202020202020;
-        uint64_t low, high;
-        uint32_t end;
-        memcpy(&low, p + 96, sizeof low);
-        memcpy(&end, p + 104, sizeof end);
-        high = (low >> 4 & 0x0f0f0f0f0f0f0f0f) | ((end >> 4 | (uint64_t)end << 26) & 0x0303030303030303) << 4;
-        low = (low & 0x0f0f0f0f0f0f0f0f) | ((end | (uint64_t)end << 30) & 0x0303030303030303) << 4;
-        scale_eight(term, ((low | sign) - half) ^ sign, half_at(p + 108));
-        scale_eight(term + 8, ((high | sign) - half) ^ sign, half_at(p + 108));
+        uint64_t s[2];
+        scales_q3_k(s, p + 96);
+        for (int k = 0; k < 2; k++) scale_eight(scale + 8 * k, s[k], half_at(p + 108));
         for (int i = 0; i < 32; i += STEP) {
             byte_vec h = load_bytes(p + i), two[2] = {load_bytes(p + 32 + i), load_bytes(p + 64 + i)};
             UNROLL for (int k = 0; k < 8; k++) {
                 byte_vec third = (k < 2 ? shift_left(h, 2 - k) : shift_right(h, k - 2)) & 4;
-                store_bytes(q + i + 32 * k, ((shift_right(two[k / 4], k % 4 * 2) & 3) | third) - 4);
+                store_bytes(q + i + 32 * k, masked_or(shift_right(two[k / 4], k % 4 * 2), 3, third));
             }
         }
         break;
     }
     case G4_TYPE_Q4_K:
-        six_bits(term, p);
+        scales_q4_k(six_bits, p + 4);
+        scale_eight(scale, six_bits[0], half_at(p));
+        scale_eight(min, six_bits[1], half_at(p + 2));
+        for (int i = 0; i < 128; i += STEP) {
+            byte_vec b = load_bytes(p + 16 + i);
+            store_bytes(q + i / 32 * 64 + i % 32, b & 15);
+            store_bytes(q + i / 32 * 64 + i % 32 + 32, shift_right(b, 4) & 15);
+        }
         break;
     case G4_TYPE_Q5_K:
-        six_bits(term, p);
+        scales_q4_k(six_bits, p + 4);
+        scale_eight(scale, six_bits[0], half_at(p));
+        scale_eight(min, six_bits[1], half_at(p + 2));
         for (int i = 0; i < 32; i += STEP) {
             byte_vec h = load_bytes(p + 16 + i);
             UNROLL for (int k = 0; k < 8; k++) {
@@ -1079,147 +1120,194 @@ static INLINE TARGET void take_apart(piece *to, g4_dtype type, const unsigned ch
             }
         }
         break;
-    case G4_TYPE_Q6_K: /* four times the values minus 32, whose sign is then the byte's */
-        scale_bytes(term, (const int8_t *)p + 192, half_at(p + 208) * 0.25f);
+    case G4_TYPE_Q6_K: {
+        uint64_t bytes[2];
+        memcpy(bytes, p + 192, sizeof bytes);
+        for (int k = 0; k < 2; k++) scale_eight(scale + 8 * k, bytes[k], half_at(p + 208));
         for (int i = 0; i < 64; i += STEP) {
-            byte_vec h = load_bytes(p + 128 + i) ^ 0xaa;
+            byte_vec h = load_bytes(p + 128 + i);
             UNROLL for (int k = 0; k < 4; k++) {
-                byte_vec low = load_bytes(p + i / 32 * 64 + i % 32 + 32 * (k % 2));
-                store_bytes(q + i / 32 * 128 + i % 32 + 32 * k, masked_or(k < 2 ? shift_left(low, 2) : shift_right(low, 2), 0x3c, shift_left(h, 6 - 2 * k) & 0xc0));
+                byte_vec low = load_bytes(p + i / 32 * 64 + i % 32 + 32 * (k % 2)), high = (k < 2 ? shift_left(h, 4 - 2 * k) : shift_right(h, 2 * k - 4)) & 48;
+                store_bytes(q + i / 32 * 128 + i % 32 + 32 * k, masked_or(k < 2 ? low : shift_right(low, 4), 15, high));
             }
         }
         break;
-    case G4_TYPE_IQ4_XS: {
-        uint32_t l;
-        memcpy(&l, p + 4, sizeof l);
-        uint64_t low = l, high = load16(p + 2); /* spread out, 4 bits and 2 bits to a byte */
-        low = (low | low << 16) & 0x0000ffff0000ffff, low = (low | low << 8) & 0x00ff00ff00ff00ff, low = (low | low << 4) & 0x0f0f0f0f0f0f0f0f;
-        high = (high | high << 24) & 0x000000ff000000ff, high = (high | high << 12) & 0x000f000f000f000f, high = (high | high << 6) & 0x0303030303030303;
-        low = ((low | high << 4 | 0x8080808080808080) - 0x2020202020202020) ^ 0x8080808080808080; /* minus 32 */
-        scale_eight(term, low, half_at(p));
-        break;
     }
+    case G4_TYPE_IQ4_XS: scale_eight(scale, scales_iq4_xs(p), half_at(p)); break;
     default: break;
     }
-#if LANES < 16
-    if (f->integers == NIBBLES && f->crossed) { /* Q4_K, whose nibbles stand for themselves */
-        for (int i = 0; i < 128; i += STEP) {
-            byte_vec b = load_bytes(p + f->first + i);
-            store_bytes(q + i / 32 * 64 + i % 32, b & 15);
-            store_bytes(q + i / 32 * 64 + i % 32 + 32, shift_right(b, 4) & 15);
-        }
-    } else if (f->integers == NIBBLES) {
-        const unsigned char *nibbles = p + f->first;
-        for (int k = 0; k < runs; k++, q += 32, nibbles += f->stride) {
-            bytes32 r = split(nibbles);
-#if LANES == 8
+    const format *f = &formats[type];
+    const unsigned char *nibbles = p + f->first;
+    for (int k = 0; f->stride && k < runs; k++, q += 32, nibbles += f->stride) {
+        bytes32 r = split(nibbles);
+        if (f->level[15] != 15) { /* else they stand for themselves */
+#if LANES > 4
             const __m256i level = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)f->level));
             r.part[0] = (byte_vec)_mm256_shuffle_epi8(level, (__m256i)r.part[0]);
-            store32(q, r);
 #elif defined(__aarch64__)
-            for (int i = 0; i < 2; i++) r.part[i] = (byte_vec)vqtbl1q_u8(vld1q_u8((const uint8_t *)f->level), (uint8x16_t)r.part[i]);
-            store32(q, r);
+            for (int i = 0; i < 2; i++) r.part[i] = (byte_vec)vqtbl1q_u8(vld1q_u8(f->level), (uint8x16_t)r.part[i]);
 #else
-            const int by = f->level[0], even = f->level[15] - by == 15;
-            if (even)
-                for (int i = 0; i < 2; i++) r.part[i] += (uint8_t)by;
-            store32(q, r);
-            for (int i = 0; !even && i < 32; i++) q[i] = f->level[q[i]];
+            uint8_t index[32];
+            memcpy(index, &r, sizeof r);
+            for (int i = 0; i < 32; i++) index[i] = f->level[index[i]];
+            memcpy(&r, index, sizeof r);
 #endif
         }
+        store32(q, r);
     }
-#endif
 }
 
-/* x in all lanes. A number that is spread over a vector on its own takes a shuffle's place in the processor, one that is an operand of something else does not.
- * So it is or-ed with `nothing`, which is 0, but the compiler does not know that. */
-static INLINE TARGET vec spread(float x, vec nothing) {
-#if LANES == 16
-    return (vec)_mm512_or_epi32((__m512i)nothing, _mm512_set1_epi32((int)bits_of(x)));
-#elif LANES == 8
-    (void)nothing;
-    return (vec)_mm256_set1_ps(x);
 #else
-    (void)nothing;
-    return (vec){x, x, x, x};
-#endif
+
+static void take_apart(taken *to, int half, g4_dtype type, const unsigned char *p, int n) {
+    const g4_type *t = &g4_types[type];
+    float *scale = to->scale + 8 * half, *min = to->min + 8 * half;
+    uint8_t *q = to->q + 256 * half;
+    memset(q, 0, 256);
+    for (int g = 0; g < 256 / t->group; g++) scale[g] = min[g] = 0;
+    for (; n > 0; n -= t->block, p += t->bytes, q += t->block, scale += t->block / t->group, min += t->block / t->group) {
+        g4_block b;
+        t->unpack(&b, p);
+        for (int i = 0; i < t->block; i++) q[i] = (uint8_t)(b.q[i] + formats[type].offset);
+        for (int g = 0; g < t->block / t->group; g++) scale[g] = b.scale[g], min[g] = t->mins ? b.min[g] : 0;
+    }
 }
 
-/* a * b + c, or minus c, where the product is exact. */
-static INLINE TARGET vec fused(vec a, vec b, float c, int minus) {
+#endif
+
 #if LANES == 16
-    return minus ? (vec)_mm512_fmsub_ps((__m512)a, (__m512)b, _mm512_set1_ps(c)) : (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, _mm512_set1_ps(c));
-#elif LANES == 8
-    return minus ? (vec)_mm256_fmsub_ps((__m256)a, (__m256)b, _mm256_set1_ps(c)) : (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, _mm256_set1_ps(c));
-#else
-    return minus ? a * b - c : a * b + c;
-#endif
+/* Whole steps need no memory in between: what take_apart() does, 64 bytes at once. */
+
+/* 32 bytes twice */
+static INLINE TARGET __m512i twice(const unsigned char *p) { return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(const void *)p)); }
+
+/* The bytes at p, each shifted right by `low` bits in the first 32 of them and by `high` bits in the others; to the left, if negative. What comes from a neighbour is to be masked. */
+static INLINE TARGET __m512i shifted(__m512i b, int low, int high) {
+    return _mm512_rorv_epi64(b, _mm512_set_epi64(high & 63, high & 63, high & 63, high & 63, low & 63, low & 63, low & 63, low & 63));
 }
 
-/* w [4][PARTS] = 64 weights (32, if `half`) of a type: their integers begin at q, those of the second 32 `stride` bytes on; k: number of their first scale */
-static INLINE TARGET void weights(vec w[4][PARTS], int half, g4_dtype type, const float *term, int k, const int8_t *q, int stride, vec level, vec nothing) {
+/* (a & mask) | b */
+static INLINE TARGET __m512i masked_or64(__m512i a, char mask, __m512i b) { return _mm512_ternarylogic_epi32(a, _mm512_set1_epi8(mask), b, 0xea); }
+
+/* The nibbles of two runs of 16 bytes: for each run first the low ones. */
+static INLINE TARGET __m512i nibbles64(const unsigned char *p, const unsigned char *q) {
+    __m512i b = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)p))),
+                                   _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)q)), 1);
+    return _mm512_and_si512(_mm512_srlv_epi64(b, _mm512_set_epi64(4, 4, 0, 0, 4, 4, 0, 0)), _mm512_set1_epi8(15));
+}
+
+/* Weights 64 k .. 64 k + 63 of 256, whose blocks begin at p */
+static INLINE TARGET __m512i weights64(g4_dtype type, const unsigned char *p, int k) {
+    const int run = k % 2 * 4; /* of the types in which 4 runs of 32 weights share bytes */
     const format *f = &formats[type];
-    const float *scale = term + k;
-#if LANES == 16
-    if (f->integers == NIBBLES) { /* 16 floats that the nibbles stand for; an index is the low 4 bits of a number */
-        const float *plus = scale + (256 >> f->shift);
-        vec a = f->plus ? fused(spread(scale[0], nothing), level, plus[0], f->plus < 0) : scale[0] * level, b;
-        __m512i low = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)q)), high = _mm512_srli_epi32(low, 4);
-        w[0][0] = (vec)_mm512_permutexvar_ps(low, (__m512)a);
-        if (half) {
-            w[1][0] = (vec)_mm512_permutexvar_ps(high, (__m512)a);
-            return;
-        }
-        __m512i next = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(q + stride)));
-        b = f->plus ? fused(spread(scale[1], nothing), level, plus[1], f->plus < 0) : scale[1] * level;
-        w[1][0] = (vec)_mm512_permutexvar_ps(f->crossed ? next : high, (__m512)a);
-        w[2][0] = (vec)_mm512_permutexvar_ps(f->crossed ? high : next, (__m512)b);
-        w[3][0] = (vec)_mm512_permutexvar_ps(_mm512_srli_epi32(next, 4), (__m512)b);
+    __m512i q;
+    switch (type) {
+    case G4_TYPE_Q4_0: case G4_TYPE_Q4_1: case G4_TYPE_IQ4_NL: case G4_TYPE_IQ4_XS: case G4_TYPE_MXFP4:
+        p += f->first + 2 * k * f->stride;
+        q = nibbles64(p, p + f->stride);
+        return f->level[15] == 15 ? q : _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)f->level)), q);
+    case G4_TYPE_Q5_0: case G4_TYPE_Q5_1: {
+        const int first = type == G4_TYPE_Q5_0 ? 2 : 4, stride = 20 + first;
+        uint32_t a, b;
+        p += 2 * k * stride + first;
+        memcpy(&a, p, sizeof a);
+        memcpy(&b, p + stride, sizeof b);
+        return _mm512_or_si512(nibbles64(p + 4, p + 4 + stride), _mm512_maskz_set1_epi8(a | (uint64_t)b << 32, 16));
+    }
+    case G4_TYPE_Q8_0:
+        p += 2 * k * 34 + 2;
+        q = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(const void *)p)), _mm256_loadu_si256((const __m256i *)(const void *)(p + 34)), 1);
+        return _mm512_xor_si512(q, _mm512_set1_epi8(-128));
+    case G4_TYPE_Q2_K: return _mm512_and_si512(shifted(twice(p + 16 + k / 2 * 32), run, run + 2), _mm512_set1_epi8(3));
+    case G4_TYPE_Q3_K:
+        q = _mm512_and_si512(shifted(twice(p), 2 * k - 2, 2 * k - 1), _mm512_set1_epi8(4));
+        return masked_or64(shifted(twice(p + 32 + k / 2 * 32), run, run + 2), 3, q);
+    case G4_TYPE_Q4_K: return _mm512_and_si512(shifted(twice(p + 16 + 32 * k), 0, 4), _mm512_set1_epi8(15));
+    case G4_TYPE_Q5_K:
+        q = _mm512_and_si512(shifted(twice(p + 16), 2 * k - 4, 2 * k - 3), _mm512_set1_epi8(16));
+        return masked_or64(shifted(twice(p + 48 + 32 * k), 0, 4), 15, q);
+    case G4_TYPE_Q6_K:
+        q = _mm512_and_si512(shifted(twice(p + 128 + k / 2 * 32), run - 4, run - 2), _mm512_set1_epi8(48));
+        return masked_or64(_mm512_srli_epi64(_mm512_loadu_si512(p + k / 2 * 64), k % 2 * 4), 15, q);
+    default: return _mm512_setzero_si512();
+    }
+}
+
+/* 16 halves, `stride` bytes apart */
+static INLINE TARGET vec halves16(const unsigned char *p, int stride) {
+    uint64_t four[4];
+    UNROLL for (int i = 0; i < 4; i++, p += 4 * stride) {
+        four[i] = load16(p) | (uint64_t)load16(p + stride) << 16 | (uint64_t)load16(p + 2 * stride) << 32 | (uint64_t)load16(p + 3 * stride) << 48;
+        __asm__("" : "+r"(four[i])); /* gcc would do this with vectors, which are busy */
+    }
+    return (vec)_mm512_cvtph_ps(_mm256_set_epi64x((int64_t)four[3], (int64_t)four[2], (int64_t)four[1], (int64_t)four[0]));
+}
+
+/* 16 signed bytes, the first 8 times a, the others times b */
+static INLINE TARGET vec scale16(uint64_t first, uint64_t second, float a, float b) {
+    __m512i q = _mm512_cvtepi8_epi32(_mm_set_epi64x((int64_t)second, (int64_t)first));
+    return (vec)_mm512_mul_ps(_mm512_cvtepi32_ps(q), _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(a), _mm512_set1_ps(b)));
+}
+
+/* All 16 groups of a step. q [group / 4] */
+static INLINE TARGET void take_whole_step(__m512i *q, vec *scale, vec *min, g4_dtype type, const unsigned char *p) {
+    const unsigned char *next = p + 256 / formats[type].block * formats[type].bytes; /* the second half's, if it has one */
+    uint64_t s[4];
+    UNROLL for (int k = 0; k < 4; k++) q[k] = weights64(type, p, k);
+    if (formats[type].group == 32)
+        UNROLL for (int k = 0; k < 4; k++) q[4 + k] = weights64(type, next, k);
+    switch (type) {
+    case G4_TYPE_Q4_0: case G4_TYPE_IQ4_NL: *scale = halves16(p, 18); break;
+    case G4_TYPE_Q5_0: *scale = halves16(p, 22); break;
+    case G4_TYPE_Q8_0: *scale = halves16(p, 34); break;
+    case G4_TYPE_Q4_1: *scale = halves16(p, 20), *min = -halves16(p + 2, 20); break;
+    case G4_TYPE_Q5_1: *scale = halves16(p, 24), *min = -halves16(p + 2, 24); break;
+    case G4_TYPE_MXFP4: {
+        __m128i bytes = _mm_set_epi8((char)p[255], (char)p[238], (char)p[221], (char)p[204], (char)p[187], (char)p[170], (char)p[153], (char)p[136], (char)p[119],
+                                     (char)p[102], (char)p[85], (char)p[68], (char)p[51], (char)p[34], (char)p[17], (char)p[0]);
+        __m512i e = _mm512_cvtepu8_epi32(bytes), normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+        *scale = (vec)_mm512_mask_sllv_epi32(normal, _mm512_cmplt_epu32_mask(e, _mm512_set1_epi32(2)), _mm512_set1_epi32(0x00200000), e);
+        break;
+    }
+    case G4_TYPE_Q2_K: {
+        memcpy(s, p, 16);
+        const uint64_t low = 0x0f0f0f0f0f0f0f0f;
+        *scale = scale16(s[0] & low, s[1] & low, half_at(p + 80), half_at(p + 80)), *min = scale16(s[0] >> 4 & low, s[1] >> 4 & low, half_at(p + 82), half_at(p + 82));
+        break;
+    }
+    case G4_TYPE_Q3_K:
+        scales_q3_k(s, p + 96);
+        *scale = scale16(s[0], s[1], half_at(p + 108), half_at(p + 108));
+        break;
+    case G4_TYPE_Q4_K: case G4_TYPE_Q5_K:
+        scales_q4_k(s, p + 4);
+        scales_q4_k(s + 2, next + 4);
+        *scale = scale16(s[0], s[2], half_at(p), half_at(next)), *min = scale16(s[1], s[3], half_at(p + 2), half_at(next + 2));
+        break;
+    case G4_TYPE_Q6_K:
+        memcpy(s, p + 192, 16);
+        *scale = scale16(s[0], s[1], half_at(p + 208), half_at(p + 208));
+        break;
+    case G4_TYPE_IQ4_XS: *scale = scale16(scales_iq4_xs(p), scales_iq4_xs(next), half_at(p), half_at(next)); break;
+    default: break;
+    }
+}
+#endif
+
+/* A step of a row of n weights, from weight i on. */
+static INLINE TARGET void take_step(taken *to, g4_dtype type, const unsigned char *row, int i, int n) {
+    const format *t = &formats[type];
+    row += (size_t)(i / t->block) * (size_t)t->bytes;
+    if (n - i >= 512 && t->group == 32) { /* what is mostly the case, with numbers that the compiler knows */
+        take_apart(to, 0, type, row, 256);
+        take_apart(to, 1, type, row + 256 / t->block * t->bytes, 256);
         return;
     }
-#endif
-    (void)level, (void)nothing;
-    const float *again = scale; /* the same for every second vector, so that each number is the operand of one instruction */
-#if LANES == 16
-    __asm__("" : "+r"(again));
-#endif
-    vec a = {0};
-    for (int i = 0; i < (half ? 2 : 4); i++) {
-        const float *s = (i % 2 ? again : scale) + (16 * i >> f->shift);
-        if (f->plus && (i % 2 == 0 || f->shift == 4)) a = spread(s[0], nothing);
-        UNROLL for (int p = 0; p < PARTS; p++) {
-            vec x = from_bytes(q + i / 2 * stride + i % 2 * 16, p);
-            w[i][p] = f->plus ? fused(a, x, s[256 >> f->shift], f->plus < 0) : s[0] * x;
-        }
-    }
+    take_apart(to, 0, type, row, MIN(256, n - i));
+    if (t->group == 16) return;
+    if (n - i > 256) take_apart(to, 1, type, row + 256 / t->block * t->bytes, MIN(256, n - i - 256));
+    else memset(to->q + 256, 0, 256), memset(to->scale + 8, 0, 32), memset(to->min + 8, 0, 32);
 }
-
-/* w [n] = whole blocks of a type at p */
-static TARGET void widen_quantised(float *w, const unsigned char *p, g4_dtype type, int n) {
-    const format *f = &formats[type];
-    const int in_place = f->integers == BYTES || (f->integers == NIBBLES && LANES == 16), stride = in_place ? f->stride : 32;
-    const vec level = from_bytes(f->level, 0);
-    vec nothing = {0};
-    KEEP(nothing);
-    for (int i = 0; i < n; i += 256) {
-        piece from;
-        const int some = MIN(256, n - i);
-        take_apart(&from, type, p, some);
-        const int8_t *q = in_place ? (const int8_t *)p + f->first : from.q;
-        for (int j = 0; j < some; j += 64, q += 2 * stride) {
-            vec v[4][PARTS];
-            const int half = some - j < 64;
-            weights(v, half, type, from.term, j >> f->shift, q, stride, level, nothing);
-            for (int k = 0; k < (half ? 2 : 4); k++)
-                UNROLL for (int part = 0; part < PARTS; part++) store(w + i + j + 16 * k + LANES * part, v[k][part]);
-        }
-        p += 256 / g4_types[type].block * g4_types[type].bytes;
-    }
-}
-
-#endif
-
-/* ---- Products --------------------------------------------------------------------------------------------------------------- */
 
 /* A file's weights begin anywhere in a cache line, so they may lie in one line more than their number says. */
 static INLINE TARGET void fetch(const unsigned char *p, int bytes) {
@@ -1227,6 +1315,480 @@ static INLINE TARGET void fetch(const unsigned char *p, int bytes) {
     p -= (uintptr_t)p % 64;
     for (int i = 0; i < bytes; i += 64) PREFETCH_2(p + i);
 }
+
+/* y [rows] = the lanes of one token of N, added */
+static TARGET void finish(float *y, const float *lanes, int N, int rows, int round) {
+    int r = 0;
+#if LANES > 1
+    for (; r + 4 <= rows; r += 4) {
+        quad s[4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            const float *lane = lanes + (r + i) * N * 16;
+            s[i] = (quad_load(lane) + quad_load(lane + 8)) + (quad_load(lane + 4) + quad_load(lane + 12));
+        }
+        quad ab = SHUFFLE(s[0], s[1], 0, 4, 1, 5) + SHUFFLE(s[0], s[1], 2, 6, 3, 7);
+        quad cd = SHUFFLE(s[2], s[3], 0, 4, 1, 5) + SHUFFLE(s[2], s[3], 2, 6, 3, 7);
+        s[0] = SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
+        memcpy(y + r, &s[0], sizeof s[0]);
+    }
+#endif
+    for (; r < rows; r++) y[r] = add_lanes(lanes + r * N * 16);
+    for (r = 0; round && r < rows; r++) y[r] = round_one(y[r]);
+}
+
+/* ---- Products of integers -----------------------------------------------------------------------------------------------------
+ *
+ * An activation's integer (gemma4.c, to_integers) is cut into signed digits, the lowest first, which instructions multiply with bytes. Sums of the highest
+ * digit, shifted left, go on with the next one: the sum of a group fits 32 bits, so what overflows on the way does no harm.
+ */
+#if LANES > 4
+typedef int8_t digit;
+#define DIGITS 3
+#define BYTES (4 * LANES) /* of a vector */
+#else
+typedef int16_t digit;
+#define DIGITS 2
+#define BYTES 16
+#endif
+
+/* Activations of T tokens, after one another. */
+typedef struct integers {
+    float *s;       /* [groups]: the power of two */
+    float *sum;     /* [groups]: s times the sum of the integers */
+    int32_t *times; /* [groups]: the weights' offset times that sum */
+    digit *x;       /* [steps of 16 groups][DIGITS][...]: BYTES of the highest digit, then of the next, and so on */
+} integers;
+static INLINE int digit_bits(g4_dtype type) { return LANES > 4 ? formats[type].bits : 11; }
+
+/* Where those of a token lie in memory [integers_size()]. */
+static INLINE size_t groups_in(int n, int group) { return ((size_t)n / (size_t)group + 15) / 16 * 16; }
+static INLINE size_t integers_size(int n, int group) { return groups_in(n, group) * (3 + (size_t)group * DIGITS * sizeof(digit) / 4); } /* in floats */
+static INLINE integers integers_at(float *p, int n, int group) {
+    const size_t groups = groups_in(n, group);
+    return (integers){.x = (digit *)p, .s = p + groups * (size_t)group * DIGITS * sizeof(digit) / 4, .sum = p + integers_size(n, group) - 2 * groups,
+                      .times = (int32_t *)(void *)(p + integers_size(n, group) - groups)};
+}
+
+/* The integers of x [m->n]. */
+static TARGET void make_integers(const product *m, const float *x, float *memory) {
+    const g4_type *type = &g4_types[m->type];
+    const int group = type->group, shift = digit_bits(m->type), half_digit = 1 << (shift - 1);
+    const float to_integer = 12582912.0f, limit = (float)((1 << type->bits) - 1);
+    const integers to = integers_at(memory, m->n, group);
+    for (int g = 0, i = 0; g < (int)groups_in(m->n, group); g++, i += group) {
+        digit *at = to.x + (size_t)(i / BYTES) * DIGITS * BYTES + i % BYTES;
+        if (i >= m->n) {
+            to.s[g] = to.sum[g] = 0, to.times[g] = 0;
+            for (int k = 0; k < group; k++)
+                for (int d = 0; d < DIGITS; d++) at[k / BYTES * BYTES * DIGITS + k % BYTES + d * BYTES] = 0;
+            continue;
+        }
+        int32_t X[32], max = 0, sum = 0, low[32];
+        for (int k = 0; k < group; k++) {
+            int32_t bits = (int32_t)(bits_of(x[i + k]) & 0x7fffffff);
+            max = bits > max ? bits : max;
+        }
+        const int finite = max < 0x7f800000, e = MAX(max >> 23, 24) - 126;
+        const float one_over_s = float_of((uint32_t)(127 + type->bits - e) << 23), s = finite ? float_of((uint32_t)(127 + e - type->bits) << 23) : NAN;
+        for (int k = 0; k < group; k++) {
+            float rounded = ((finite ? x[i + k] : 0) * one_over_s + to_integer) - to_integer;
+            rounded = rounded > limit ? limit : rounded;
+            X[k] = (int32_t)(rounded < -limit ? -limit : rounded);
+            sum += X[k];
+        }
+        for (int d = DIGITS - 1; d >= 0; d--)
+            for (int k = 0; k < group; k++) {
+                low[k] = d ? ((X[k] + half_digit) & (2 * half_digit - 1)) - half_digit : X[k];
+                X[k] = (X[k] - low[k]) >> shift;
+                at[k / BYTES * BYTES * DIGITS + k % BYTES + d * BYTES] = (digit)low[k];
+            }
+        to.s[g] = s, to.sum[g] = (float)sum * s, to.times[g] = sum * formats[m->type].offset;
+    }
+}
+
+#if LANES > 4
+/* s + products of 4 neighbouring bytes, unsigned by signed, in each lane */
+static INLINE TARGET ints dot4(ints s, ints w, ints x) {
+#if LANES == 16
+    return (ints)_mm512_dpbusd_epi32((__m512i)s, (__m512i)w, (__m512i)x);
+#else
+    return s + (ints)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x), _mm256_set1_epi16(1));
+#endif
+}
+
+static INLINE TARGET ints load_ints(const void *p) {
+    ints x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+/* BYTES weights by their activations: a lane has the products of 4 neighbours */
+static INLINE TARGET ints four_products(ints q, const digit *x, int shift) {
+    ints s = dot4((ints){0}, q, load_ints(x));
+    UNROLL for (int d = 1; d < DIGITS; d++) s = dot4(s << shift, q, load_ints(x + d * BYTES));
+    return s;
+}
+#endif
+
+#if LANES == 16
+/* A step of a row, and its products with the activations of the step whose first group is `at`. */
+typedef struct multiplied {
+    __m512i q[8], product[8];
+    vec scale, min;
+    int at;
+} multiplied;
+
+static NOINLINE TARGET void take_rest(taken *to, g4_dtype type, const unsigned char *row, int i, int n) { take_step(to, type, row, i, n); }
+
+static INLINE TARGET void take(multiplied *m, g4_dtype type, const unsigned char *row, int step, int n) {
+    const format *f = &formats[type];
+    const int weights = 16 * f->group, i = step * weights;
+    m->at = 16 * step;
+    if (n - i >= weights) {
+        take_whole_step(m->q, &m->scale, &m->min, type, row + (size_t)(i / f->block) * (size_t)f->bytes);
+    } else {
+        taken w;
+        take_rest(&w, type, row, i, n);
+        UNROLL for (int k = 0; k < f->group / 4; k++) m->q[k] = _mm512_loadu_si512(w.q + 64 * k);
+        m->scale = load(w.scale);
+        if (f->mins) m->min = load(w.min);
+    }
+}
+
+static INLINE TARGET void multiply(multiplied *m, const digit *x, int group, int shift) {
+    x += (size_t)m->at * (size_t)group * DIGITS;
+    __asm__("" : "+r"(x)); /* one address, not one for each of the loads below */
+    UNROLL for (int i = 0; i < group / 4; i++) m->product[i] = (__m512i)four_products((ints)m->q[i], x + 64 * DIGITS * i, shift);
+}
+
+/* lane [16] + what a step adds to it */
+static INLINE TARGET vec add_groups(vec lane, const multiplied *m, const integers *x, int mins, int group) {
+    __m512i four[2] = {_mm512_setzero_si512()}, sums;
+    UNROLL for (int i = 0; i < group / 16; i++) { /* number k of a vector's four quarters: the four sums of quarter k of 4 of them */
+        const __m512i *a = m->product + 4 * i;
+        __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+        __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+        four[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    }
+    if (group == 16) {
+        sums = _mm512_permutexvar_epi32(_mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0), four[0]);
+    } else { /* a group has two quarters */
+        sums = _mm512_add_epi32(_mm512_shuffle_i32x4(four[0], four[1], 0x88), _mm512_shuffle_i32x4(four[0], four[1], 0xdd));
+        sums = _mm512_permutexvar_epi32(_mm512_set_epi32(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0), sums);
+    }
+    const vec y = TO_VEC((ints)sums - load_ints(x->times + m->at)) * m->scale * load(x->s + m->at);
+    return lane + (mins ? y - load(x->sum + m->at) * m->min : y);
+}
+
+/* Rows begin .. end - 1 for one token. A step's sums are added while the next one is multiplied: processors do not look so far ahead themselves. */
+static INLINE TARGET void one_token(g4_dtype type, const product *m, float *memory, int begin, int end) {
+    enum { SOME = 16 };
+    const format *f = &formats[type];
+    const int group = f->group, shift = f->bits, mins = f->mins, steps = (int)groups_in(m->n, group) / 16;
+    const int bytes = 16 * group / f->block * f->bytes;
+    const integers x = integers_at(memory, m->n, group);
+    for (int o = begin; o < end; o += SOME) {
+        const int rows = MIN(SOME, end - o);
+        const unsigned char *row = m->w + (size_t)o * m->w_stride;
+        float lanes[SOME][16];
+        multiplied last, next = {.at = 0};
+        take(&last, type, row, 0, m->n);
+        multiply(&last, x.x, group, shift);
+        for (int r = 0; r < rows; r++) {
+            vec lane = {0};
+            for (int step = 1; step <= steps; step++) {
+                const int first = step == steps; /* of the next row; after the last of all, the same once more, for nothing */
+                if (first && r + 1 < rows) row += m->w_stride;
+                take(&next, type, row, first ? 0 : step, m->n);
+                const unsigned char *soon = row + 4 * m->w_stride + (first ? 0 : step) * bytes;
+                UNROLL for (int i = 0; i < bytes; i += 64) PREFETCH_2(soon + i);
+                multiply(&next, x.x, group, shift);
+                lane = add_groups(lane, &last, &x, mins, group);
+                last = next;
+            }
+            store(lanes[r], lane);
+        }
+        finish(m->y + o, lanes[0], 1, rows, 0);
+    }
+}
+#else
+/* to [16] = the sums of the groups of a step */
+static INLINE TARGET void group_sums(int32_t *to, const uint8_t *w, const digit *x, int group, int shift) {
+#if LANES == 8
+    UNROLL for (int i = 0; i < group / 16; i++) {
+        __m256i a[8];
+        UNROLL for (int k = 0; k < 8; k++) a[k] = (__m256i)four_products(load_ints(w + 256 * i + 32 * k), x + (256 * i + 32 * k) * DIGITS, shift);
+        __m256i low = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
+        __m256i high = _mm256_hadd_epi32(_mm256_hadd_epi32(a[4], a[5]), _mm256_hadd_epi32(a[6], a[7]));
+        __m256i first = _mm256_permute2x128_si256(low, high, 0x20), second = _mm256_permute2x128_si256(low, high, 0x31);
+        if (group == 32) { /* the halves of a vector belong to one group */
+            _mm256_storeu_si256((__m256i *)(void *)(to + 8 * i), _mm256_add_epi32(first, second));
+        } else { /* sums 0 2 4 6 8 .. and 1 3 5 7 9 .. */
+            __m256i even = _mm256_unpacklo_epi32(first, second), odd = _mm256_unpackhi_epi32(first, second); /* 0 1 2 3 8 .. and 4 5 6 7 12 .. */
+            _mm256_storeu_si256((__m256i *)(void *)to, _mm256_permute2x128_si256(even, odd, 0x20));
+            _mm256_storeu_si256((__m256i *)(void *)(to + 8), _mm256_permute2x128_si256(even, odd, 0x31));
+        }
+    }
+#else
+    for (int g = 0; g < 16; g++, w += group, x += group * DIGITS) {
+        int32_t high = 0, low = 0;
+        for (int i = 0; i < group; i += BYTES)
+            for (int k = 0; k < BYTES; k++) high += (int16_t)w[i + k] * x[i * DIGITS + k], low += (int16_t)w[i + k] * x[i * DIGITS + BYTES + k];
+        to[g] = (int32_t)(((uint32_t)high << shift) + (uint32_t)low);
+    }
+#endif
+}
+
+/* lane [16] += a step of a row by a token, whose step's first group is `at` */
+static INLINE TARGET void add_groups(float *lane, const taken *w, const integers *x, int at, int mins, int group, int shift) {
+    int32_t sums[16];
+    group_sums(sums, w->q, x->x + (size_t)at * (size_t)group * DIGITS, group, shift);
+    UNROLL for (int p = 0; p < PARTS; p++) {
+        ints s, times;
+        memcpy(&s, sums + p * LANES, sizeof s);
+        memcpy(&times, x->times + at + p * LANES, sizeof times);
+        vec y = TO_VEC(s - times) * load(w->scale + p * LANES) * load(x->s + at + p * LANES);
+        if (mins) y -= load(x->sum + at + p * LANES) * load(w->min + p * LANES);
+        store(lane + p * LANES, load(lane + p * LANES) + y);
+    }
+}
+#endif
+
+/* Rows begin .. end - 1 for up to MOST tokens, whose integers lie one after the other. What the caller knows of T and type, the compiler does. */
+static INLINE TARGET void integer_rows_of(int T, g4_dtype type, const product *m, float *memory, int begin, int end) {
+    const int group = formats[type].group, shift = digit_bits(type), mins = formats[type].mins, step = 16 * group;
+    const size_t size = integer_tokens(m->n), bytes = (size_t)step / (size_t)formats[type].block * (size_t)formats[type].bytes;
+    const integers first = integers_at(memory, m->n, group);
+    for (int o = begin; o < end; o++) {
+        const unsigned char *row = m->w + (size_t)o * m->w_stride, *p = row;
+        float lanes[MOST][16];
+        for (int t = 0; t < T; t++)
+            for (int j = 0; j < 16; j++) lanes[t][j] = 0;
+        for (int i = 0; i < m->n; i += step, p += bytes) {
+#if LANES == 16
+            multiplied w = {.at = 0};
+            take(&w, type, row, i / step, m->n);
+#else
+            taken w;
+            take_step(&w, type, row, i, m->n);
+#endif
+            fetch(p + m->w_stride, (int)bytes);
+            for (int t = 0; t < T; t++) {
+                integers x = first;
+                x.x = (digit *)((float *)(void *)x.x + t * size), x.s += t * size, x.sum += t * size, x.times += t * size;
+#if LANES == 16
+                multiply(&w, x.x, group, shift);
+                store(lanes[t], add_groups(load(lanes[t]), &w, &x, mins, group));
+#else
+                add_groups(lanes[t], &w, &x, i / group, mins, group, shift);
+#endif
+            }
+        }
+        for (int t = 0; t < T; t++) m->y[t * m->y_stride + o] = add_lanes(lanes[t]);
+    }
+}
+
+/* One function for each type, so that its formula and its sizes are constants there. */
+#if LANES == 16
+#define ONE_TOKEN(type) one_token(type, m, memory, begin, end)
+#else
+#define ONE_TOKEN(type) integer_rows_of(1, type, m, memory, begin, end)
+#endif
+#define FOR_TYPE(name, type) \
+    static NOINLINE TARGET void VERSION(name, ISA)(const product *m, float *memory, int begin, int end) { \
+        if (m->T == 1) ONE_TOKEN(type); \
+        else integer_rows_of(m->T, type, m, memory, begin, end); \
+    }
+FOR_TYPE(q4_0, G4_TYPE_Q4_0)
+FOR_TYPE(q4_1, G4_TYPE_Q4_1)
+FOR_TYPE(q5_0, G4_TYPE_Q5_0)
+FOR_TYPE(q5_1, G4_TYPE_Q5_1)
+FOR_TYPE(q8_0, G4_TYPE_Q8_0)
+FOR_TYPE(q2_k, G4_TYPE_Q2_K)
+FOR_TYPE(q3_k, G4_TYPE_Q3_K)
+FOR_TYPE(q4_k, G4_TYPE_Q4_K)
+FOR_TYPE(q5_k, G4_TYPE_Q5_K)
+FOR_TYPE(q6_k, G4_TYPE_Q6_K)
+FOR_TYPE(iq4_nl, G4_TYPE_IQ4_NL)
+FOR_TYPE(iq4_xs, G4_TYPE_IQ4_XS)
+FOR_TYPE(mxfp4, G4_TYPE_MXFP4)
+
+static TARGET void integer_rows(const product *m, float *memory, int begin, int end) {
+#define ROWS_OF(name) VERSION(name, ISA)
+    static void (*const by_type[G4_N_TYPES])(const product *, float *, int, int) = {
+        [G4_TYPE_Q4_0] = ROWS_OF(q4_0), [G4_TYPE_Q4_1] = ROWS_OF(q4_1), [G4_TYPE_Q5_0] = ROWS_OF(q5_0), [G4_TYPE_Q5_1] = ROWS_OF(q5_1), [G4_TYPE_Q8_0] = ROWS_OF(q8_0),
+        [G4_TYPE_Q2_K] = ROWS_OF(q2_k), [G4_TYPE_Q3_K] = ROWS_OF(q3_k), [G4_TYPE_Q4_K] = ROWS_OF(q4_k), [G4_TYPE_Q5_K] = ROWS_OF(q5_k), [G4_TYPE_Q6_K] = ROWS_OF(q6_k),
+        [G4_TYPE_IQ4_NL] = ROWS_OF(iq4_nl), [G4_TYPE_IQ4_XS] = ROWS_OF(iq4_xs), [G4_TYPE_MXFP4] = ROWS_OF(mxfp4),
+    };
+    by_type[m->type](m, memory, begin, end);
+}
+
+#if LANES > 4
+/* For many tokens, a lane is a row: 4 neighbouring weights of 16 rows meet the same 4 activations. All that lane l of the 16 of a dot product needs lies together, group
+ * after group, both of the weights and of N tokens; and lanes follow in the order in which they are added. */
+static const unsigned char lane_order[16] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
+
+static INLINE int token_groups(int T) { return (T + ROW_TOKENS - 1) / ROW_TOKENS; }
+
+/* Bytes of a group: of N tokens DIGITS digits [N][group], s [N], sum [N] and times [N]; of 16 rows [group / 4][16][4], scale [16], min [16]. */
+static INLINE size_t tokens_bytes(int N, int group) { return (size_t)N * ((size_t)group * DIGITS + 12); }
+static INLINE size_t rows_bytes(int group) { return 16 * (size_t)group + 128; }
+
+/* The integers of all tokens, a group of N after the other. The workers share these; temporary [integers_size()] is each one's own. */
+static TARGET void pack_integers(const product *m, float *to, float *temporary, int worker, int workers) {
+    const int group = formats[m->type].group, groups = token_groups(m->T), steps = (int)groups_in(m->n, group) / 16;
+    const integers from = integers_at(temporary, m->n, group);
+    for (int g = worker; g < groups; g += workers) {
+        const int t = m->T * g / groups, N = m->T * (g + 1) / groups - t;
+        for (int j = 0; j < N; j++) {
+            unsigned char *p = (unsigned char *)(to + (size_t)t * integer_tokens(m->n));
+            make_integers(m, m->x + (size_t)(t + j) * m->x_stride, temporary);
+            for (int l = 0; l < 16; l++)
+                for (int k = 0; k < steps; k++, p += tokens_bytes(N, group)) {
+                    const int at = 16 * k + lane_order[l], i = at * group;
+                    float *numbers = (float *)(void *)(p + (size_t)N * (size_t)group * DIGITS);
+                    for (int d = 0; d < DIGITS; d++) memcpy(p + (d * N + j) * group, from.x + (i / BYTES * DIGITS + d) * BYTES + i % BYTES, (size_t)group);
+                    numbers[j] = from.s[at], numbers[N + j] = from.sum[at];
+                    memcpy(numbers + 2 * N + j, from.times + at, sizeof from.times[at]);
+                }
+        }
+    }
+}
+
+#if LANES == 16
+/* q [16] = number i of each of the 16 vectors */
+static INLINE TARGET void transpose(__m512i *q) {
+    __m512i a[16];
+    UNROLL for (int i = 0; i < 16; i += 2) a[i] = _mm512_unpacklo_epi32(q[i], q[i + 1]), a[i + 1] = _mm512_unpackhi_epi32(q[i], q[i + 1]);
+    UNROLL for (int i = 0; i < 16; i += 4) /* q[4 k + j]: in quarter m, numbers 4 m + j of vectors 4 k .. 4 k + 3 */
+        UNROLL for (int j = 0; j < 2; j++) q[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + 2 + j]), q[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + 2 + j]);
+    UNROLL for (int j = 0; j < 4; j++) {
+        __m512i even[2], odd[2]; /* quarters 0 and 2, 1 and 3; of vectors 0 .. 7, 8 .. 15 */
+        UNROLL for (int k = 0; k < 2; k++)
+            even[k] = _mm512_shuffle_i32x4(q[8 * k + j], q[8 * k + 4 + j], 0x88), odd[k] = _mm512_shuffle_i32x4(q[8 * k + j], q[8 * k + 4 + j], 0xdd);
+        a[j] = _mm512_shuffle_i32x4(even[0], even[1], 0x88), a[8 + j] = _mm512_shuffle_i32x4(even[0], even[1], 0xdd);
+        a[4 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], 0x88), a[12 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
+    }
+    UNROLL for (int i = 0; i < 16; i++) q[i] = a[i];
+}
+#endif
+
+/* to = n <= 16 rows from number `row` on; those that are missing are zeros */
+static TARGET void pack_rows(unsigned char *to, const product *m, int row, int rows) {
+    const int group = formats[m->type].group, steps = (int)groups_in(m->n, group) / 16;
+    for (int k = 0; k < steps; k++) {
+        taken w[16];
+        for (int r = 0; r < 16; r++)
+            if (r < rows) take_step(&w[r], m->type, m->w + (size_t)(row + r) * m->w_stride, k * 16 * group, m->n);
+            else memset(&w[r], 0, sizeof w[r]);
+        for (int l = 0; l < 16; l++) {
+            float *numbers = (float *)(void *)(to + (size_t)(l * steps + k) * rows_bytes(group) + 16 * group);
+            for (int r = 0; r < 16; r++) numbers[r] = w[r].scale[lane_order[l]], numbers[16 + r] = w[r].min[lane_order[l]];
+        }
+#if LANES == 16
+        for (int i = 0; i < group / 4; i++) {
+            __m512i q[16];
+            UNROLL for (int r = 0; r < 16; r++) q[r] = _mm512_loadu_si512(w[r].q + 64 * i);
+            transpose(q);
+            UNROLL for (int j = 0; j < 16; j++) {
+                const int at = 64 * i + 4 * j, l = lane_order[at / group]; /* the order is its own inverse */
+                _mm512_storeu_si512(to + (size_t)(l * steps + k) * rows_bytes(group) + 16 * (at % group), q[j]);
+            }
+        }
+#else
+        for (int l = 0; l < 16; l++)
+            for (int i = 0; i < group; i += 4)
+                for (int r = 0; r < 16; r++) memcpy(to + (size_t)(l * steps + k) * rows_bytes(group) + 16 * i + 4 * r, w[r].q + lane_order[l] * group + i, 4);
+#endif
+    }
+}
+
+/* sums [N][16 rows] of one lane */
+static INLINE TARGET void integer_tile(int N, int group, int shift, int mins, float *sums, const unsigned char *w, const unsigned char *x, int steps) {
+    UNROLL for (int part = 0; part < PARTS; part++) {
+        const unsigned char *wp = w + 4 * LANES * part, *xp = x;
+        vec total[ROW_TOKENS];
+        UNROLL for (int t = 0; t < N; t++) total[t] = (vec){0};
+        for (int k = 0; k < steps; k++, wp += rows_bytes(group), xp += tokens_bytes(N, group)) {
+            const float *numbers = (const float *)(const void *)(xp + N * group * DIGITS);
+            ints a[ROW_TOKENS];
+            UNROLL for (int t = 0; t < N; t++) a[t] = (ints){0};
+            UNROLL for (int d = 0; d < DIGITS; d++) {
+                if (d)
+                    UNROLL for (int t = 0; t < N; t++) a[t] <<= shift;
+                UNROLL for (int i = 0; i < group; i += 4) {
+                    const ints q = load_ints(wp + 16 * i);
+                    UNROLL for (int t = 0; t < N; t++) {
+                        int32_t four;
+                        memcpy(&four, xp + (d * N + t) * group + i, sizeof four);
+                        a[t] = dot4(a[t], q, (ints){0} + four);
+                    }
+                }
+            }
+            const vec scale = load((const float *)(const void *)(wp + 16 * group)), min = load((const float *)(const void *)(wp + 16 * group + 64));
+            UNROLL for (int t = 0; t < N; t++) {
+                int32_t times;
+                memcpy(&times, numbers + 2 * N + t, sizeof times);
+                vec y = TO_VEC(a[t] - times) * scale * numbers[t];
+                if (mins) y -= numbers[N + t] * min;
+                total[t] += y;
+            }
+        }
+        UNROLL for (int t = 0; t < N; t++) store(sums + 16 * t + LANES * part, total[t]);
+    }
+}
+
+/* Rows begin .. end - 1 of a product of at most MOST tokens, packed by pack_integers(). work is the thread's own. */
+static TARGET void packed_integer_rows(const product *m, const float *packed, float *work, int begin, int end) {
+    const g4_type *type = &g4_types[m->type];
+    const int group = type->group, shift = digit_bits(m->type), mins = type->mins, groups = token_groups(m->T), steps = (int)groups_in(m->n, group) / 16;
+    float *waiting = work; /* [MOST][4][16]: sums of 1, 2, 4 and 8 lanes that wait for as many others */
+    unsigned char *panel = (unsigned char *)(work + MOST * 64);
+    for (int o = begin; o < end; o += 16) {
+        const int rows = MIN(16, end - o);
+        pack_rows(panel, m, o, rows);
+        for (int l = 0; l < 16; l++) {
+            const unsigned char *w = panel + (size_t)(l * steps) * rows_bytes(group), *soon = m->w + (size_t)(o + 16 + l) * m->w_stride;
+            for (int g = 0; g < groups; g++) {
+                const int t = m->T * g / groups, N = m->T * (g + 1) / groups - t;
+                const unsigned char *x = (const unsigned char *)(packed + (size_t)t * integer_tokens(m->n)) + (size_t)(l * steps) * tokens_bytes(N, group);
+                float sums[ROW_TOKENS * 16];
+                fetch(soon + m->w_stride * (size_t)g / (size_t)groups, (int)(m->w_stride / (size_t)groups));
+                switch (group == 16 ? N + 8 : N) {
+#if ROW_TOKENS > 4
+                case 4: integer_tile(4, 32, shift, mins, sums, w, x, steps); break;
+                case 5: integer_tile(5, 32, shift, mins, sums, w, x, steps); break;
+                case 6: integer_tile(6, 32, shift, mins, sums, w, x, steps); break;
+                case 7: integer_tile(7, 32, shift, mins, sums, w, x, steps); break;
+                case 8: integer_tile(8, 32, shift, mins, sums, w, x, steps); break;
+                case 12: integer_tile(4, 16, shift, mins, sums, w, x, steps); break;
+                case 13: integer_tile(5, 16, shift, mins, sums, w, x, steps); break;
+                case 14: integer_tile(6, 16, shift, mins, sums, w, x, steps); break;
+                case 15: integer_tile(7, 16, shift, mins, sums, w, x, steps); break;
+                case 16: integer_tile(8, 16, shift, mins, sums, w, x, steps); break;
+#else
+                case 3: integer_tile(3, 32, shift, mins, sums, w, x, steps); break;
+                case 4: integer_tile(4, 32, shift, mins, sums, w, x, steps); break;
+                case 11: integer_tile(3, 16, shift, mins, sums, w, x, steps); break;
+                case 12: integer_tile(4, 16, shift, mins, sums, w, x, steps); break;
+#endif
+                }
+                for (int j = 0; j < N; j++)
+                    UNROLL for (int part = 0; part < PARTS; part++) {
+                        float *level = waiting + (t + j) * 64 + LANES * part;
+                        vec sum = load(sums + 16 * j + LANES * part);
+                        for (int done = l; done & 1; done >>= 1, level += 16) sum = load(level) + sum;
+                        if (l < 15) store(level, sum);
+                        else
+                            for (int r = LANES * part; r < MIN(rows, LANES * (part + 1)); r++) m->y[(size_t)(t + j) * m->y_stride + o + r] = sum[r - LANES * part];
+                    }
+            }
+        }
+    }
+}
+#endif
+
+/* ---- Products --------------------------------------------------------------------------------------------------------------- */
 
 /* w [n] = weights, widened, and rounded where loading with dtype=bfloat16 does it. Without branches, so that compilers make vectors of it. */
 static TARGET void widen_row(float *w, const unsigned char *p, g4_dtype type, int round, int n) {
@@ -1239,11 +1801,7 @@ static TARGET void widen_row(float *w, const unsigned char *p, g4_dtype type, in
     } else if (type == G4_TYPE_F32) {
         for (int i = 0; i < n; i++) w[i] = float_of(load16(p + 4 * i) | (uint32_t)load16(p + 4 * i + 2) << 16);
     } else {
-#if LANES > 1
-        widen_quantised(w, p, type, n);
-#else
-        g4_types[type].widen(w, p, n);
-#endif
+        g4_widen(type, w, p, n);
     }
     for (int i = 0; round && i < n; i++) w[i] = round_one(w[i]);
 }
@@ -1386,165 +1944,6 @@ static INLINE TARGET void tile_of(int R, int N, int kind, int fresh, float *lane
 static INLINE int groups_of(int T) { return T <= TOKENS ? 1 : T / GROUP + (T % GROUP > 0); }
 static INLINE int rows_of(int N) { return N == 1 ? 4 : N <= GROUP ? ROWS : FEWER_ROWS; }
 
-/* y [rows] = the lanes of one token of N, added */
-static TARGET void finish(float *y, const float *lanes, int N, int rows, int round) {
-    int r = 0;
-#if LANES > 1
-    for (; r + 4 <= rows; r += 4) {
-        quad s[4];
-        UNROLL for (int i = 0; i < 4; i++) {
-            const float *lane = lanes + (r + i) * N * 16;
-            s[i] = (quad_load(lane) + quad_load(lane + 8)) + (quad_load(lane + 4) + quad_load(lane + 12));
-        }
-        quad ab = SHUFFLE(s[0], s[1], 0, 4, 1, 5) + SHUFFLE(s[0], s[1], 2, 6, 3, 7);
-        quad cd = SHUFFLE(s[2], s[3], 0, 4, 1, 5) + SHUFFLE(s[2], s[3], 2, 6, 3, 7);
-        s[0] = SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
-        memcpy(y + r, &s[0], sizeof s[0]);
-    }
-#endif
-    for (; r < rows; r++) y[r] = add_lanes(lanes + r * N * 16);
-    for (r = 0; round && r < rows; r++) y[r] = round_one(y[r]);
-}
-
-#if LANES > 1
-
-static NOINLINE TARGET void take_apart_any(piece *to, g4_dtype type, const unsigned char *p, int n) { take_apart(to, type, p, n); }
-
-/* a [R][N] += 64 (32, if `half`) weights of rows first .. end - 1 by N tokens */
-static INLINE TARGET void add_products(int first, int end, int N, int half, vec a[QUANT_ROWS][QUANT_TOKENS][PARTS], vec w[QUANT_ROWS][4][PARTS], const float *x,
-                                       const size_t *token) {
-    UNROLL for (int t = 0; t < N; t++)
-        UNROLL for (int i = 0; i < 4; i++)
-            UNROLL for (int p = 0; p < PARTS; p++) {
-                if (half && i >= 2) continue;
-                vec v = load(x + token[t] + 16 * i + LANES * p);
-                if (end - first > 1) KEEP(v);
-                UNROLL for (int r = first; r < end; r++) a[r][t][p] += w[r][i][p] * v;
-            }
-}
-
-/* y [rows] of up to N tokens, R rows at a time; while a piece of them is multiplied, the next one is taken apart. `known`: type is a constant. */
-static INLINE TARGET void quantised_tile(int R, int N, int known, g4_dtype type, const product *m, int begin, int end) {
-    static const float zeros[64];
-    const format *f = &formats[type];
-    const int in_place = f->integers == BYTES || (f->integers == NIBBLES && LANES == 16), stride = in_place ? f->stride : 32;
-    const int pieces = (m->n + 255) / 256, total = (end - begin) / R * pieces, bytes = 256 / g4_types[type].block * g4_types[type].bytes;
-    /* With registers enough, 64 weights of each row become floats while those before them are multiplied: processors do not look so far ahead themselves. */
-    const int early = LANES == 16 && N == 1;
-    /* The R rows after these are fetched meanwhile, as in tile(). */
-    const size_t ahead = R * m->w_stride, together = ahead <= 16384;
-    const size_t soon_row = together ? (size_t)bytes / 4 : m->w_stride, soon_step = (together ? R : 1) * (size_t)bytes / 4;
-    const vec level = from_bytes(f->level, 0);
-    vec nothing = {0};
-    KEEP(nothing);
-    const unsigned char *w = m->w + (size_t)begin * m->w_stride, *last_w = w; /* of the next piece and of this one */
-    float *y = m->y + begin;
-    piece apart[2][QUANT_ROWS];
-    vec a[QUANT_ROWS][QUANT_TOKENS][PARTS] = {{{{0}}}}, some[QUANT_ROWS][4][PARTS] = {{{{0}}}};
-    const float *before = zeros; /* those that `some` are to be multiplied by, if early */
-    size_t token[QUANT_TOKENS]; /* where they begin in x; missing ones are the last again */
-    for (int t = 0; t < N; t++) token[t] = (size_t)MIN(t, m->T - 1) * m->x_stride;
-    for (int u = -1, at = -1; u < total; u++) {
-        const int next = at + 1 < pieces ? at + 1 : 0, length = u >= 0 ? MIN(256, m->n - 256 * at) : 0, next_length = MIN(256, m->n - 256 * next);
-        const int next_rows = u + 1 < total ? R : 0;
-        const piece *from = apart[u & 1];
-        const float *x = m->x + 256 * MAX(at, 0);
-        const unsigned char *soon = last_w + ahead + (together ? MAX(at, 0) * (R - 1) * bytes : 0);
-        const int8_t *q[QUANT_ROWS];
-        int k = 0;
-        for (int r = 0; r < R; r++) q[r] = in_place ? (const int8_t *)last_w + r * m->w_stride + f->first : from[r].q;
-        for (int j = 0; j < R || j < length / 64; j++) {
-            if (j < next_rows) {
-                piece *to = &apart[(u + 1) & 1][j];
-                if (known && next_length == 256) take_apart(to, type, w + j * m->w_stride, 256);
-                else take_apart_any(to, type, w + j * m->w_stride, next_length);
-            }
-            if (j < length / 64) {
-                UNROLL for (int r = 0; r < R; r++) {
-                    PREFETCH(soon + r * soon_row);
-                    if (early) add_products(r, r + 1, N, 0, a, some, before, token);
-                    weights(some[r], 0, type, from[r].term, k, q[r], stride, level, nothing);
-                    q[r] += 2 * stride;
-                    IN_ORDER;
-                }
-                if (!early) add_products(0, R, N, 0, a, some, x, token);
-                before = x;
-                x += 64, k += 64 >> f->shift, soon += soon_step;
-            }
-        }
-        if (length && at == pieces - 1) {
-            if (early) add_products(0, R, N, 0, a, some, before, token);
-            if (length % 64) {
-                UNROLL for (int r = 0; r < R; r++) weights(some[r], 1, type, from[r].term, k, q[r], stride, level, nothing);
-                add_products(0, R, N, 1, a, some, x, token);
-            }
-            float lanes[QUANT_TOKENS][QUANT_ROWS][16];
-            UNROLL for (int r = 0; r < R; r++) {
-                UNROLL for (int t = 0; t < N; t++)
-                    UNROLL for (int p = 0; p < PARTS; p++) {
-                        store(lanes[t][r] + p * LANES, a[r][t][p]);
-                        a[r][t][p] = (vec){0};
-                    }
-                UNROLL for (int i = 0; i < 4; i++)
-                    UNROLL for (int p = 0; p < PARTS; p++) some[r][i][p] = (vec){0};
-            }
-            UNROLL for (int t = 0; t < N; t++) {
-                if (t >= m->T) break;
-                if (R == 4) finish(y + t * m->y_stride, lanes[t][0], 1, 4, 0);
-                else UNROLL for (int r = 0; r < R; r++) y[t * m->y_stride + r] = add_lanes(lanes[t][r]);
-            }
-            before = zeros;
-            y += R;
-        }
-        last_w = w;
-        w += next + 1 < pieces ? (size_t)bytes : ahead - (size_t)next * (size_t)bytes;
-        at = next;
-    }
-}
-
-static NOINLINE TARGET void q4_0(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q4_0, m, begin, end); }
-static NOINLINE TARGET void q4_1(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q4_1, m, begin, end); }
-static NOINLINE TARGET void q5_0(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q5_0, m, begin, end); }
-static NOINLINE TARGET void q5_1(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q5_1, m, begin, end); }
-static NOINLINE TARGET void q8_0(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q8_0, m, begin, end); }
-static NOINLINE TARGET void q2_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q2_K, m, begin, end); }
-static NOINLINE TARGET void q3_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q3_K, m, begin, end); }
-static NOINLINE TARGET void q4_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q4_K, m, begin, end); }
-static NOINLINE TARGET void q5_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q5_K, m, begin, end); }
-static NOINLINE TARGET void q6_k(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_Q6_K, m, begin, end); }
-static NOINLINE TARGET void iq4_nl(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_IQ4_NL, m, begin, end); }
-static NOINLINE TARGET void iq4_xs(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_IQ4_XS, m, begin, end); }
-static NOINLINE TARGET void mxfp4(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 1, 1, G4_TYPE_MXFP4, m, begin, end); }
-static NOINLINE TARGET void one_token(const product *m, int begin, int end) { quantised_tile(1, 1, 0, m->type, m, begin, end); }
-#if QUANT_TOKENS > 1
-static NOINLINE TARGET void two_tokens(const product *m, int begin, int end) { quantised_tile(QUANT_ROWS, 2, 0, m->type, m, begin, end); }
-static NOINLINE TARGET void four_tokens(const product *m, int begin, int end) { quantised_tile(QUANT_PAIR, 4, 0, m->type, m, begin, end); }
-static NOINLINE TARGET void eight_tokens(const product *m, int begin, int end) { quantised_tile(QUANT_PAIR, QUANT_TOKENS, 0, m->type, m, begin, end); }
-static NOINLINE TARGET void eight_tokens_one_row(const product *m, int begin, int end) { quantised_tile(1, QUANT_TOKENS, 0, m->type, m, begin, end); }
-#endif
-
-/* Rows begin .. end - 1 of a product of quantised weights with up to QUANT_TOKENS tokens. */
-static TARGET void quantised_rows(const product *m, int begin, int end) {
-    static void (*const by_type[G4_N_TYPES])(const product *m, int begin, int end) = {
-        [G4_TYPE_Q4_0] = q4_0, [G4_TYPE_Q4_1] = q4_1, [G4_TYPE_Q5_0] = q5_0, [G4_TYPE_Q5_1] = q5_1, [G4_TYPE_Q8_0] = q8_0, [G4_TYPE_Q2_K] = q2_k,
-        [G4_TYPE_Q3_K] = q3_k, [G4_TYPE_Q4_K] = q4_k, [G4_TYPE_Q5_K] = q5_k, [G4_TYPE_Q6_K] = q6_k, [G4_TYPE_IQ4_NL] = iq4_nl, [G4_TYPE_IQ4_XS] = iq4_xs,
-        [G4_TYPE_MXFP4] = mxfp4,
-    };
-#if QUANT_TOKENS > 1
-    if (m->T > 1) {
-        const int R = m->T == 2 ? QUANT_ROWS : QUANT_PAIR, some = begin + (end - begin) / R * R;
-        (m->T == 2 ? two_tokens : m->T <= 4 ? four_tokens : eight_tokens)(m, begin, some);
-        eight_tokens_one_row(m, some, end);
-        return;
-    }
-#endif
-    const int some = begin + (end - begin) / QUANT_ROWS * QUANT_ROWS;
-    by_type[m->type](m, begin, some);
-    one_token(m, some, end);
-}
-
-#endif
-
 /* Rows begin .. end - 1 of a product whose weights are widened first, SOME rows of BLOCK elements at a time, for up to MANY tokens: all of them meet the
  * weights while these are in the cache, and their lanes wait for the next ones. */
 static TARGET void product_widened(const product *m, int begin, int end) {
@@ -1583,12 +1982,6 @@ static TARGET void product_widened(const product *m, int begin, int end) {
 /* Rows begin .. end - 1 of a product, in panels of rows. A panel meets a few tokens at a time, block by block of BLOCK elements: the tokens' block stays in
  * the nearest cache while the panel's rows pass by, the panel stays in the next one until all tokens have met it, and memory is read once. */
 static TARGET void product_rows(const product *m, int begin, int end) {
-#if LANES > 1
-    if (m->type > G4_TYPE_BF16 && !m->round && m->T <= QUANT_TOKENS) {
-        quantised_rows(m, begin, end);
-        return;
-    }
-#endif
     const int halves = LANES > 4 && m->type == G4_TYPE_F16 && !m->round;
     if (m->widen && !halves) {
         product_widened(m, begin, end);
@@ -1745,14 +2138,24 @@ static TARGET void sum_over_keys(float *o, const float *p, size_t p_stride, cons
     }
 }
 
-static const kernels table = {.products = product_rows, .pack = pack_tokens, .packed_products = packed_rows, .weighted_sum = sum_over_keys, .softmax = softmax_row, .gelu_mul = gelu_mul_row, .softcap = softcap_row,
+static const kernels table = {.products = product_rows, .pack = pack_tokens, .packed_products = packed_rows, .integers_of = make_integers, .integer_products = integer_rows,
+#if LANES > 4
+                              .pack_as_integers = pack_integers, .packed_integer_products = packed_integer_rows,
+#endif
+                              .weighted_sum = sum_over_keys, .softmax = softmax_row, .gelu_mul = gelu_mul_row, .softcap = softcap_row,
                               .norm = norm_row, .rope = rope_row, .exp = exp_row};
 
 #undef PARTS
 #undef KEEP
+#undef DIGITS
+#undef ONE_TOKEN
+#undef FOR_TYPE
+#undef ROWS_OF
+#undef BYTES
 #undef HALF
 #undef TO_WIDE
 #undef TO_HALF
+#undef TO_VEC
 #undef BITS
 
 #endif

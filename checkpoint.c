@@ -2043,7 +2043,7 @@ static int check_tensor(const g4_tensor *t, g4_error *err) {
     for (int64_t row = 0; row < t->rows; row++)
         for (int64_t at = 0; at < t->cols; at += STEP) {
             int n = t->cols - at < STEP ? (int)(t->cols - at) : STEP, i = 0;
-            type->widen(w, (const unsigned char *)t->data + (size_t)row * g4_row_bytes(t) + (size_t)at / (size_t)type->block * (size_t)type->bytes, n);
+            g4_widen(t->type, w, (const unsigned char *)t->data + (size_t)row * g4_row_bytes(t) + (size_t)at / (size_t)type->block * (size_t)type->bytes, n);
             while (i < n && isfinite(w[i])) i++;
             if (i < n)
                 return g4_fail(err, "tensor %s (%s): row %lld, element %lld, which is in block %lld, is %g: the file is damaged", show(t->name).text, type->name,

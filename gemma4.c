@@ -4,6 +4,7 @@
  * bits, and every other backend is judged against it. To be so it keeps a few rules (README, "One set of bits"):
  *   - float is IEEE binary32, no contraction, no reassociation;
  *   - every dot product adds into 16 lanes, element i into lane i % 16, and the lanes are then added pairwise (8, 4, 2, 1);
+ *   - quantised weights meet activations as integers, group by group, where no order changes a sum; a group's sum is then one such element;
  *   - exp, tanh, sin, cos, log and pow are our own, made of + - * / and sqrt, so no libm decides a bit;
  *   - a thread owns whole outputs: there is no reduction across threads.
  *
@@ -184,7 +185,7 @@ static inline float float_of_bits(uint32_t bits) {
  * dtype=bfloat16 does. */
 static void widen(const g4_run *run, const g4_tensor *W, size_t first, int n, float *w) {
     const g4_type *type = &g4_types[W->type];
-    type->widen(w, (const unsigned char *)W->data + first / (size_t)type->block * (size_t)type->bytes, n);
+    g4_widen(W->type, w, (const unsigned char *)W->data + first / (size_t)type->block * (size_t)type->bytes, n);
     if (run->precision == G4_BF16 && W->type != G4_TYPE_BF16)
         for (int i = 0; i < n; i++) w[i] = g4_bf16_round(w[i]);
 }
@@ -235,6 +236,66 @@ static float dot_row(const g4_run *run, const g4_tensor *W, int64_t row, const f
     return add_lanes(lane);
 }
 
+/* ---- Products with quantised weights -----------------------------------------------------------------------------------
+ *
+ * A group of weights is a scale times small integers, so what costs is done in integers, in which a sum is the same in any order and with any instruction:
+ *     x[i] = s X[i],  s a power of two,  |X[i]| < 2^bits           for a group of activations
+ *     sum of (scale q[i] - min) x[i] = scale s (sum of q[i] X[i]) - min s (sum of X[i])
+ * With 21 bits (19 where q has 8) this is as exact as float32 sums are; README, "Quantised weights", has both errors.
+ */
+
+/* X [n] and s for x [n]. A group that is not finite gets NaN for s; X keeps fewer bits where all of x is below 2^-102, so that 1 / s is a float. */
+static float to_integers(int32_t *X, const float *x, int n, int bits) {
+    const float to_integer = 12582912.0f, limit = (float)((1 << bits) - 1); /* 1.5 * 2^23: adding it rounds to an integer, ties to even */
+    uint32_t max = 0;
+    for (int i = 0; i < n; i++) {
+        uint32_t magnitude;
+        memcpy(&magnitude, &x[i], sizeof magnitude);
+        max = MAX(max, magnitude & 0x7fffffff); /* positive floats are ordered as their bits are */
+    }
+    int finite = max < 0x7f800000, e = MAX((int)(max >> 23), 24) - 126; /* |x| < 2^e */
+    float one_over_s = (float)power_of_two(bits - e);
+    for (int i = 0; i < n; i++) {
+        float rounded_x = finite ? (x[i] * one_over_s + to_integer) - to_integer : 0;
+        X[i] = (int32_t)MAX(-limit, MIN(limit, rounded_x));
+    }
+    return finite ? (float)power_of_two(e - bits) : NAN;
+}
+
+/* y [T][rows] = W x. Rows are taken SOME at a time, so that their activations are made integers once. */
+static void matmul_quantised(const g4_run *run, float *y, const g4_tensor *W, const float *x, int T) {
+    enum { SOME = 32 };
+    const g4_type *type = &g4_types[W->type];
+    const int rows = (int)W->rows, cols = (int)W->cols, group = type->group;
+    (void)run;
+#pragma omp parallel for schedule(static) num_threads(run->threads)
+    for (int first = 0; first < rows; first += SOME)
+        for (int t = 0; t < T; t++) {
+            float lane[SOME][16] = {{0}};
+            const int some = MIN(SOME, rows - first);
+            for (int i = 0; i < cols; i += type->block) {
+                int32_t X[256], sum_X[16] = {0};
+                float s[16];
+                for (int g = 0; g < type->block / group; g++) {
+                    s[g] = to_integers(X + g * group, x + (size_t)t * cols + i + g * group, group, type->bits);
+                    for (int k = 0; k < group; k++) sum_X[g] += X[g * group + k];
+                }
+                for (int r = 0; r < some; r++) {
+                    g4_block b;
+                    type->unpack(&b, (const unsigned char *)W->data + (size_t)(first + r) * g4_row_bytes(W) + (size_t)(i / type->block) * (size_t)type->bytes);
+                    for (int g = 0; g < type->block / group; g++) {
+                        int32_t sum = 0;
+                        for (int k = 0; k < group; k++) sum += b.q[g * group + k] * X[g * group + k];
+                        float product = (float)sum * b.scale[g] * s[g];
+                        if (type->mins) product -= (float)sum_X[g] * s[g] * b.min[g];
+                        lane[r][(i / group + g) % 16] += product;
+                    }
+                }
+            }
+            for (int r = 0; r < some; r++) y[(size_t)t * rows + first + r] = add_lanes(lane[r]);
+        }
+}
+
 /* ---- The operations, in the order in which forward() meets them --------------------------------------------------------
  *
  * Each is the scalar version of the entry of g4_backend that bears its name; the shapes stand there. Loops over threads are OpenMP's when the compiler has
@@ -254,6 +315,10 @@ static void embed(const g4_run *run, float *y, const g4_tensor *table, const int
 
 static void matmul(const g4_run *run, float *y, const g4_tensor *W, const float *x, int T) {
     int rows = (int)W->rows, cols = (int)W->cols;
+    if (g4_types[W->type].unpack && run->precision == G4_F32) {
+        matmul_quantised(run, y, W, x, T);
+        return;
+    }
 #pragma omp parallel for schedule(static) num_threads(run->threads)
     for (int o = 0; o < rows; o++)
         for (int t = 0; t < T; t++) y[(size_t)t * rows + o] = rounded(run, dot_row(run, W, o, x + (size_t)t * cols));

@@ -450,15 +450,27 @@ typedef enum g4_dtype {
     G4_N_TYPES
 } g4_dtype;
 
-/* quants.c: how the weights of a type lie in a file. A row is cols / block blocks, one after the other. */
+/* A block of a quantised type: weight i is scale[i / group] * q[i] - min[i / group]. */
+typedef struct g4_block {
+    int8_t q[256];
+    float scale[16], min[16];
+} g4_block;
+
+/* quants.c: how the weights of a type lie in a file. A row is cols / block blocks, one after the other. p need not be aligned. */
 typedef struct g4_type {
     const char *name;  /* as safetensors and ggml write it */
     int ggml;          /* its number in a GGUF file */
     int block, bytes;  /* elements of a block, and the bytes that they take */
-    /* w [n] = the elements of n / block blocks at p: exact, or by the block's formula in float32. n is a multiple of block; p need not be aligned. */
-    void (*widen)(float *w, const unsigned char *p, int n);
+    /* of quantised types; 0 for floats */
+    int group;         /* weights that share a scale: 16 or 32 */
+    int bits;          /* an activation that meets them becomes an integer below 2^bits: then no sum of a group's products leaves 32 bits */
+    int mins;          /* there are minimums; else unpack leaves them alone */
+    void (*widen)(float *w, const unsigned char *p, int n);    /* floats: w [n] = the elements at p, exact */
+    void (*unpack)(g4_block *to, const unsigned char *p);      /* the others: one block */
 } g4_type;
 extern const g4_type g4_types[G4_N_TYPES];
+/* w [n] = the elements of n / block blocks at p: exact, or by the block's formula in float32, its sum rounded once. */
+void g4_widen(g4_dtype type, float *w, const unsigned char *p, int n);
 
 /* A weight as it lies in the file: little-endian on every host, not necessarily aligned. A 3-D one is [E * out][in]. */
 typedef struct g4_tensor {

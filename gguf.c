@@ -972,10 +972,9 @@ static int read_rope_freqs(reader *r, g4_config *c) {
     if (!used) return 0;
     bind(r, &freqs, "rope_freqs.weight", half, 0, 0, ANY);
     if (r->failed || !freqs.data) return r->failed;
-    const g4_type *type = &g4_types[freqs.type];
     for (int i = 0; i < half; i++) {
         float x;
-        type->widen(&x, (const unsigned char *)freqs.data + (size_t)i * (size_t)type->bytes, 1);
+        g4_widen(freqs.type, &x, (const unsigned char *)freqs.data + (size_t)i * (size_t)g4_types[freqs.type].bytes, 1);
         if (x == 1 && turning == i) turning++;
         else if (!(x >= 1e29f))
             return g4_fail(r->err, "%s: tensor rope_freqs.weight: expected some times 1 and then 1e30 to the end, found %g at %d", r->g->parts[0].path,

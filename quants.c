@@ -66,6 +66,8 @@ static float half(const unsigned char *p) { return float_of_half(load16(p)); }
  *
  *       bit     7  6  5  4   3  2  1  0
  *     qs[j]   [ value j+16 | value j    ]
+ *
+ * All 32 share the one scale, and the one minimum: m[0] is minus what the types with an m add.
  */
 
 /* w = d (q - 8) */
@@ -74,12 +76,11 @@ struct q4_0 {
     unsigned char qs[16];
 };
 
-static void widen_q4_0(float *restrict w, const unsigned char *restrict p, int n) {
-    for (const struct q4_0 *b = (const void *)p; n > 0; n -= 32, w += 32, b++) {
-        float d = half(b->d);
-        for (int j = 0; j < 16; j++) w[j] = d * (float)((b->qs[j] & 15) - 8);
-        for (int j = 0; j < 16; j++) w[j + 16] = d * (float)((b->qs[j] >> 4) - 8);
-    }
+static void unpack_q4_0(g4_block *to, const unsigned char *p) {
+    const struct q4_0 *b = (const void *)p;
+    to->scale[0] = half(b->d);
+    for (int j = 0; j < 16; j++) to->q[j] = (int8_t)((b->qs[j] & 15) - 8);
+    for (int j = 0; j < 16; j++) to->q[j + 16] = (int8_t)((b->qs[j] >> 4) - 8);
 }
 
 /* w = d q + m */
@@ -88,12 +89,11 @@ struct q4_1 {
     unsigned char qs[16];
 };
 
-static void widen_q4_1(float *restrict w, const unsigned char *restrict p, int n) {
-    for (const struct q4_1 *b = (const void *)p; n > 0; n -= 32, w += 32, b++) {
-        float d = half(b->d), m = half(b->m);
-        for (int j = 0; j < 16; j++) w[j] = d * (float)(b->qs[j] & 15) + m;
-        for (int j = 0; j < 16; j++) w[j + 16] = d * (float)(b->qs[j] >> 4) + m;
-    }
+static void unpack_q4_1(g4_block *to, const unsigned char *p) {
+    const struct q4_1 *b = (const void *)p;
+    to->scale[0] = half(b->d), to->min[0] = -half(b->m);
+    for (int j = 0; j < 16; j++) to->q[j] = (int8_t)(b->qs[j] & 15);
+    for (int j = 0; j < 16; j++) to->q[j + 16] = (int8_t)(b->qs[j] >> 4);
 }
 
 /* w = d (q - 16) */
@@ -103,15 +103,14 @@ struct q5_0 {
     unsigned char qs[16];
 };
 
-static void widen_q5_0(float *restrict w, const unsigned char *restrict p, int n) {
-    for (const struct q5_0 *b = (const void *)p; n > 0; n -= 32, w += 32, b++) {
-        float d = half(b->d);
-        uint32_t qh = load32(b->qh);
-        for (int j = 0; j < 16; j++) {
-            int low = (b->qs[j] & 15) | (int)(qh >> j & 1) << 4, high = b->qs[j] >> 4 | (int)(qh >> (j + 16) & 1) << 4;
-            w[j] = d * (float)(low - 16);
-            w[j + 16] = d * (float)(high - 16);
-        }
+static void unpack_q5_0(g4_block *to, const unsigned char *p) {
+    const struct q5_0 *b = (const void *)p;
+    uint32_t qh = load32(b->qh);
+    to->scale[0] = half(b->d);
+    for (int j = 0; j < 16; j++) {
+        int low = (b->qs[j] & 15) | (int)(qh >> j & 1) << 4, high = b->qs[j] >> 4 | (int)(qh >> (j + 16) & 1) << 4;
+        to->q[j] = (int8_t)(low - 16);
+        to->q[j + 16] = (int8_t)(high - 16);
     }
 }
 
@@ -122,15 +121,14 @@ struct q5_1 {
     unsigned char qs[16];
 };
 
-static void widen_q5_1(float *restrict w, const unsigned char *restrict p, int n) {
-    for (const struct q5_1 *b = (const void *)p; n > 0; n -= 32, w += 32, b++) {
-        float d = half(b->d), m = half(b->m);
-        uint32_t qh = load32(b->qh);
-        for (int j = 0; j < 16; j++) {
-            int low = (b->qs[j] & 15) | (int)(qh >> j & 1) << 4, high = b->qs[j] >> 4 | (int)(qh >> (j + 16) & 1) << 4;
-            w[j] = d * (float)low + m;
-            w[j + 16] = d * (float)high + m;
-        }
+static void unpack_q5_1(g4_block *to, const unsigned char *p) {
+    const struct q5_1 *b = (const void *)p;
+    uint32_t qh = load32(b->qh);
+    to->scale[0] = half(b->d), to->min[0] = -half(b->m);
+    for (int j = 0; j < 16; j++) {
+        int low = (b->qs[j] & 15) | (int)(qh >> j & 1) << 4, high = b->qs[j] >> 4 | (int)(qh >> (j + 16) & 1) << 4;
+        to->q[j] = (int8_t)low;
+        to->q[j + 16] = (int8_t)high;
     }
 }
 
@@ -140,11 +138,10 @@ struct q8_0 {
     signed char qs[32];
 };
 
-static void widen_q8_0(float *restrict w, const unsigned char *restrict p, int n) {
-    for (const struct q8_0 *b = (const void *)p; n > 0; n -= 32, w += 32, b++) {
-        float d = half(b->d);
-        for (int i = 0; i < 32; i++) w[i] = d * (float)b->qs[i];
-    }
+static void unpack_q8_0(g4_block *to, const unsigned char *p) {
+    const struct q8_0 *b = (const void *)p;
+    to->scale[0] = half(b->d);
+    for (int i = 0; i < 32; i++) to->q[i] = b->qs[i];
 }
 
 /* w = d iq4_values[q]: levels that lie closer together near 0, as weights do */
@@ -153,14 +150,13 @@ struct iq4_nl {
     unsigned char qs[16];
 };
 
-static const float iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-static void widen_iq4_nl(float *restrict w, const unsigned char *restrict p, int n) {
-    for (const struct iq4_nl *b = (const void *)p; n > 0; n -= 32, w += 32, b++) {
-        float d = half(b->d);
-        for (int j = 0; j < 16; j++) w[j] = d * iq4_values[b->qs[j] & 15];
-        for (int j = 0; j < 16; j++) w[j + 16] = d * iq4_values[b->qs[j] >> 4];
-    }
+static void unpack_iq4_nl(g4_block *to, const unsigned char *p) {
+    const struct iq4_nl *b = (const void *)p;
+    to->scale[0] = half(b->d);
+    for (int j = 0; j < 16; j++) to->q[j] = iq4_values[b->qs[j] & 15];
+    for (int j = 0; j < 16; j++) to->q[j + 16] = iq4_values[b->qs[j] >> 4];
 }
 
 /* w = 2^(e - 127) times a float of 4 bits: 1 sign, 2 exponent, 1 mantissa. The table has twice that float, and the scale is halved for it. */
@@ -169,16 +165,15 @@ struct mxfp4 {
     unsigned char qs[16];
 };
 
-static const float mxfp4_values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* nibble 8 is +0 too */
+static const int8_t mxfp4_values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* nibble 8 is +0 too */
 
-static void widen_mxfp4(float *restrict w, const unsigned char *restrict p, int n) {
-    for (const struct mxfp4 *b = (const void *)p; n > 0; n -= 32, w += 32, b++) {
-        uint32_t e = b->e[0];
-        /* 2^(e - 128), which is subnormal for e = 0 and 1. 255 is no NaN here, other than in the OCP format. */
-        float d = float_of_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23);
-        for (int j = 0; j < 16; j++) w[j] = d * mxfp4_values[b->qs[j] & 15];
-        for (int j = 0; j < 16; j++) w[j + 16] = d * mxfp4_values[b->qs[j] >> 4];
-    }
+static void unpack_mxfp4(g4_block *to, const unsigned char *p) {
+    const struct mxfp4 *b = (const void *)p;
+    uint32_t e = b->e[0];
+    /* 2^(e - 128), which is subnormal for e = 0 and 1. 255 is no NaN here, other than in the OCP format. */
+    to->scale[0] = float_of_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23);
+    for (int j = 0; j < 16; j++) to->q[j] = mxfp4_values[b->qs[j] & 15];
+    for (int j = 0; j < 16; j++) to->q[j + 16] = mxfp4_values[b->qs[j] >> 4];
 }
 
 /* ---- Blocks of 256 -----------------------------------------------------------------------------------------------------------
@@ -199,15 +194,14 @@ struct q2_k {
     unsigned char d[2], dmin[2]; /* halves */
 };
 
-static void widen_q2_k(float *restrict w, const unsigned char *restrict p, int n) {
-    for (const struct q2_k *b = (const void *)p; n > 0; n -= 256, b++) {
-        float d = half(b->d), dmin = half(b->dmin);
-        for (int j = 0; j < 16; j++, w += 16) {
-            const unsigned char *q = b->qs + j / 8 * 32 + j % 2 * 16;
-            int shift = j / 2 % 4 * 2;
-            float scale = d * (float)(b->scales[j] & 15), min = dmin * (float)(b->scales[j] >> 4);
-            for (int i = 0; i < 16; i++) w[i] = scale * (float)(q[i] >> shift & 3) - min;
-        }
+static void unpack_q2_k(g4_block *to, const unsigned char *p) {
+    const struct q2_k *b = (const void *)p;
+    float d = half(b->d), dmin = half(b->dmin);
+    for (int j = 0; j < 16; j++) {
+        const unsigned char *q = b->qs + j / 8 * 32 + j % 2 * 16;
+        int shift = j / 2 % 4 * 2;
+        to->scale[j] = d * (float)(b->scales[j] & 15), to->min[j] = dmin * (float)(b->scales[j] >> 4);
+        for (int i = 0; i < 16; i++) to->q[16 * j + i] = (int8_t)(q[i] >> shift & 3);
     }
 }
 
@@ -226,16 +220,15 @@ struct q3_k {
     unsigned char d[2]; /* half */
 };
 
-static void widen_q3_k(float *restrict w, const unsigned char *restrict p, int n) {
-    for (const struct q3_k *b = (const void *)p; n > 0; n -= 256, b++) {
-        float d = half(b->d);
-        for (int j = 0; j < 16; j++, w += 16) {
-            const unsigned char *q = b->qs + j / 8 * 32 + j % 2 * 16, *h = b->hmask + j % 2 * 16;
-            int shift = j / 2 % 4 * 2, bit = j / 2;
-            int low = b->scales[j % 8] >> j / 8 * 4 & 15, high = b->scales[8 + j % 4] >> j / 4 * 2 & 3;
-            float scale = d * (float)((low | high << 4) - 32);
-            for (int i = 0; i < 16; i++) w[i] = scale * (float)(((q[i] >> shift & 3) | (h[i] >> bit & 1) << 2) - 4);
-        }
+static void unpack_q3_k(g4_block *to, const unsigned char *p) {
+    const struct q3_k *b = (const void *)p;
+    float d = half(b->d);
+    for (int j = 0; j < 16; j++) {
+        const unsigned char *q = b->qs + j / 8 * 32 + j % 2 * 16, *h = b->hmask + j % 2 * 16;
+        int shift = j / 2 % 4 * 2, bit = j / 2;
+        int low = b->scales[j % 8] >> j / 8 * 4 & 15, high = b->scales[8 + j % 4] >> j / 4 * 2 & 3;
+        to->scale[j] = d * (float)((low | high << 4) - 32);
+        for (int i = 0; i < 16; i++) to->q[16 * j + i] = (int8_t)(((q[i] >> shift & 3) | (h[i] >> bit & 1) << 2) - 4);
     }
 }
 
@@ -257,15 +250,14 @@ struct q4_k {
 static int scale_6(const unsigned char *s, int j) { return j < 4 ? s[j] & 63 : (s[j + 4] & 15) | s[j - 4] >> 6 << 4; }
 static int min_6(const unsigned char *s, int j) { return j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | s[j] >> 6 << 4; }
 
-static void widen_q4_k(float *restrict w, const unsigned char *restrict p, int n) {
-    for (const struct q4_k *b = (const void *)p; n > 0; n -= 256, b++) {
-        float d = half(b->d), dmin = half(b->dmin);
-        for (int j = 0; j < 8; j++, w += 32) {
-            const unsigned char *q = b->qs + j / 2 * 32;
-            int shift = j % 2 * 4;
-            float scale = d * (float)scale_6(b->scales, j), min = dmin * (float)min_6(b->scales, j);
-            for (int i = 0; i < 32; i++) w[i] = scale * (float)(q[i] >> shift & 15) - min;
-        }
+static void unpack_q4_k(g4_block *to, const unsigned char *p) {
+    const struct q4_k *b = (const void *)p;
+    float d = half(b->d), dmin = half(b->dmin);
+    for (int j = 0; j < 8; j++) {
+        const unsigned char *q = b->qs + j / 2 * 32;
+        int shift = j % 2 * 4;
+        to->scale[j] = d * (float)scale_6(b->scales, j), to->min[j] = dmin * (float)min_6(b->scales, j);
+        for (int i = 0; i < 32; i++) to->q[32 * j + i] = (int8_t)(q[i] >> shift & 15);
     }
 }
 
@@ -277,15 +269,14 @@ struct q5_k {
     unsigned char qs[128];
 };
 
-static void widen_q5_k(float *restrict w, const unsigned char *restrict p, int n) {
-    for (const struct q5_k *b = (const void *)p; n > 0; n -= 256, b++) {
-        float d = half(b->d), dmin = half(b->dmin);
-        for (int j = 0; j < 8; j++, w += 32) {
-            const unsigned char *q = b->qs + j / 2 * 32;
-            int shift = j % 2 * 4;
-            float scale = d * (float)scale_6(b->scales, j), min = dmin * (float)min_6(b->scales, j);
-            for (int i = 0; i < 32; i++) w[i] = scale * (float)((q[i] >> shift & 15) | (b->qh[i] >> j & 1) << 4) - min;
-        }
+static void unpack_q5_k(g4_block *to, const unsigned char *p) {
+    const struct q5_k *b = (const void *)p;
+    float d = half(b->d), dmin = half(b->dmin);
+    for (int j = 0; j < 8; j++) {
+        const unsigned char *q = b->qs + j / 2 * 32;
+        int shift = j % 2 * 4;
+        to->scale[j] = d * (float)scale_6(b->scales, j), to->min[j] = dmin * (float)min_6(b->scales, j);
+        for (int i = 0; i < 32; i++) to->q[32 * j + i] = (int8_t)((q[i] >> shift & 15) | (b->qh[i] >> j & 1) << 4);
     }
 }
 
@@ -302,15 +293,14 @@ struct q6_k {
     unsigned char d[2]; /* half */
 };
 
-static void widen_q6_k(float *restrict w, const unsigned char *restrict p, int n) {
-    for (const struct q6_k *b = (const void *)p; n > 0; n -= 256, b++) {
-        float d = half(b->d);
-        for (int j = 0; j < 16; j++, w += 16) {
-            const unsigned char *l = b->ql + j / 8 * 64 + j % 4 * 16, *h = b->qh + j / 8 * 32 + j % 2 * 16;
-            int l_shift = j / 4 % 2 * 4, h_shift = j / 2 % 4 * 2;
-            float scale = d * (float)b->scales[j];
-            for (int i = 0; i < 16; i++) w[i] = scale * (float)(((l[i] >> l_shift & 15) | (h[i] >> h_shift & 3) << 4) - 32);
-        }
+static void unpack_q6_k(g4_block *to, const unsigned char *p) {
+    const struct q6_k *b = (const void *)p;
+    float d = half(b->d);
+    for (int j = 0; j < 16; j++) {
+        const unsigned char *l = b->ql + j / 8 * 64 + j % 4 * 16, *h = b->qh + j / 8 * 32 + j % 2 * 16;
+        int l_shift = j / 4 % 2 * 4, h_shift = j / 2 % 4 * 2;
+        to->scale[j] = d * (float)b->scales[j];
+        for (int i = 0; i < 16; i++) to->q[16 * j + i] = (int8_t)(((l[i] >> l_shift & 15) | (h[i] >> h_shift & 3) << 4) - 32);
     }
 }
 
@@ -326,36 +316,49 @@ struct iq4_xs {
     unsigned char qs[128];
 };
 
-static void widen_iq4_xs(float *restrict w, const unsigned char *restrict p, int n) {
-    for (const struct iq4_xs *b = (const void *)p; n > 0; n -= 256, b++) {
-        float d = half(b->d);
-        for (int j = 0; j < 8; j++, w += 32) {
-            const unsigned char *q = b->qs + j * 16;
-            int low = b->scales_l[j / 2] >> j % 2 * 4 & 15, high = load16(b->scales_h) >> j * 2 & 3;
-            float scale = d * (float)((low | high << 4) - 32);
-            for (int i = 0; i < 16; i++) w[i] = scale * iq4_values[q[i] & 15];
-            for (int i = 0; i < 16; i++) w[i + 16] = scale * iq4_values[q[i] >> 4];
-        }
+static void unpack_iq4_xs(g4_block *to, const unsigned char *p) {
+    const struct iq4_xs *b = (const void *)p;
+    float d = half(b->d);
+    for (int j = 0; j < 8; j++) {
+        const unsigned char *q = b->qs + j * 16;
+        int low = b->scales_l[j / 2] >> j % 2 * 4 & 15, high = load16(b->scales_h) >> j * 2 & 3;
+        to->scale[j] = d * (float)((low | high << 4) - 32);
+        for (int i = 0; i < 16; i++) to->q[32 * j + i] = iq4_values[q[i] & 15];
+        for (int i = 0; i < 16; i++) to->q[32 * j + 16 + i] = iq4_values[q[i] >> 4];
     }
 }
 
-/* ---- The table --------------------------------------------------------------------------------------------------------------- */
+/* ---- The table ---------------------------------------------------------------------------------------------------------------
+ *
+ * The weights that share a scale; the bits of the integers that activations become beside them, as many as a sum of 32 products leaves; a minimum or none.
+ */
 
 const g4_type g4_types[G4_N_TYPES] = {
-    [G4_TYPE_F32] = {"F32", 0, 1, 4, widen_f32},
-    [G4_TYPE_F16] = {"F16", 1, 1, 2, widen_f16},
-    [G4_TYPE_BF16] = {"BF16", 30, 1, 2, widen_bf16},
-    [G4_TYPE_Q4_0] = {"Q4_0", 2, 32, sizeof(struct q4_0), widen_q4_0},
-    [G4_TYPE_Q4_1] = {"Q4_1", 3, 32, sizeof(struct q4_1), widen_q4_1},
-    [G4_TYPE_Q5_0] = {"Q5_0", 6, 32, sizeof(struct q5_0), widen_q5_0},
-    [G4_TYPE_Q5_1] = {"Q5_1", 7, 32, sizeof(struct q5_1), widen_q5_1},
-    [G4_TYPE_Q8_0] = {"Q8_0", 8, 32, sizeof(struct q8_0), widen_q8_0},
-    [G4_TYPE_Q2_K] = {"Q2_K", 10, 256, sizeof(struct q2_k), widen_q2_k},
-    [G4_TYPE_Q3_K] = {"Q3_K", 11, 256, sizeof(struct q3_k), widen_q3_k},
-    [G4_TYPE_Q4_K] = {"Q4_K", 12, 256, sizeof(struct q4_k), widen_q4_k},
-    [G4_TYPE_Q5_K] = {"Q5_K", 13, 256, sizeof(struct q5_k), widen_q5_k},
-    [G4_TYPE_Q6_K] = {"Q6_K", 14, 256, sizeof(struct q6_k), widen_q6_k},
-    [G4_TYPE_IQ4_NL] = {"IQ4_NL", 20, 32, sizeof(struct iq4_nl), widen_iq4_nl},
-    [G4_TYPE_IQ4_XS] = {"IQ4_XS", 23, 256, sizeof(struct iq4_xs), widen_iq4_xs},
-    [G4_TYPE_MXFP4] = {"MXFP4", 39, 32, sizeof(struct mxfp4), widen_mxfp4},
+    [G4_TYPE_F32] = {"F32", 0, 1, 4, 0, 0, 0, widen_f32, NULL},
+    [G4_TYPE_F16] = {"F16", 1, 1, 2, 0, 0, 0, widen_f16, NULL},
+    [G4_TYPE_BF16] = {"BF16", 30, 1, 2, 0, 0, 0, widen_bf16, NULL},
+    [G4_TYPE_Q4_0] = {"Q4_0", 2, 32, sizeof(struct q4_0), 32, 21, 0, NULL, unpack_q4_0},
+    [G4_TYPE_Q4_1] = {"Q4_1", 3, 32, sizeof(struct q4_1), 32, 21, 1, NULL, unpack_q4_1},
+    [G4_TYPE_Q5_0] = {"Q5_0", 6, 32, sizeof(struct q5_0), 32, 21, 0, NULL, unpack_q5_0},
+    [G4_TYPE_Q5_1] = {"Q5_1", 7, 32, sizeof(struct q5_1), 32, 21, 1, NULL, unpack_q5_1},
+    [G4_TYPE_Q8_0] = {"Q8_0", 8, 32, sizeof(struct q8_0), 32, 19, 0, NULL, unpack_q8_0},
+    [G4_TYPE_Q2_K] = {"Q2_K", 10, 256, sizeof(struct q2_k), 16, 21, 1, NULL, unpack_q2_k},
+    [G4_TYPE_Q3_K] = {"Q3_K", 11, 256, sizeof(struct q3_k), 16, 21, 0, NULL, unpack_q3_k},
+    [G4_TYPE_Q4_K] = {"Q4_K", 12, 256, sizeof(struct q4_k), 32, 21, 1, NULL, unpack_q4_k},
+    [G4_TYPE_Q5_K] = {"Q5_K", 13, 256, sizeof(struct q5_k), 32, 21, 1, NULL, unpack_q5_k},
+    [G4_TYPE_Q6_K] = {"Q6_K", 14, 256, sizeof(struct q6_k), 16, 21, 0, NULL, unpack_q6_k},
+    [G4_TYPE_IQ4_NL] = {"IQ4_NL", 20, 32, sizeof(struct iq4_nl), 32, 19, 0, NULL, unpack_iq4_nl},
+    [G4_TYPE_IQ4_XS] = {"IQ4_XS", 23, 256, sizeof(struct iq4_xs), 32, 19, 0, NULL, unpack_iq4_xs},
+    [G4_TYPE_MXFP4] = {"MXFP4", 39, 32, sizeof(struct mxfp4), 32, 21, 0, NULL, unpack_mxfp4},
 };
+
+void g4_widen(g4_dtype number, float *w, const unsigned char *p, int n) {
+    const g4_type *type = &g4_types[number];
+    g4_block b = {.min = {0}};
+    if (type->widen) type->widen(w, p, n);
+    else
+        for (; n > 0; n -= type->block, w += type->block, p += type->bytes) {
+            type->unpack(&b, p);
+            for (int i = 0; i < type->block; i++) w[i] = b.scale[i / type->group] * (float)b.q[i] - b.min[i / type->group];
+        }
+}

@@ -39,7 +39,7 @@ static void widen(g4_dtype type, float *w, const unsigned char *blocks, int n) {
     size_t bytes = (size_t)(n / g4_types[type].block) * (size_t)g4_types[type].bytes;
     unsigned char *copy = room(bytes + 1);
     memcpy(copy + 1, blocks, bytes);
-    g4_types[type].widen(w, copy + 1, n);
+    g4_widen(type, w, copy + 1, n);
     free(copy);
 }
 
@@ -120,18 +120,22 @@ static void check_by_hand(void) {
     for (int t = FIRST; t < G4_N_TYPES; t++) CHECK(seen[t], "%s is not in the list", g4_types[t].name);
 }
 
-/* The numbers of ggml, which GGUF files have, and the sizes, which place every row. */
+/* The numbers of ggml, which GGUF files have, and the sizes, which place every row; how many weights share a scale, and the bits of the activations beside them. */
+static const struct { const char *name; int ggml, block, bytes, group, bits; } expected[] = {
+    {"F32", 0, 1, 4, 0, 0}, {"F16", 1, 1, 2, 0, 0}, {"BF16", 30, 1, 2, 0, 0}, {"Q4_0", 2, 32, 18, 32, 21}, {"Q4_1", 3, 32, 20, 32, 21}, {"Q5_0", 6, 32, 22, 32, 21},
+    {"Q5_1", 7, 32, 24, 32, 21}, {"Q8_0", 8, 32, 34, 32, 19}, {"Q2_K", 10, 256, 84, 16, 21}, {"Q3_K", 11, 256, 110, 16, 21}, {"Q4_K", 12, 256, 144, 32, 21},
+    {"Q5_K", 13, 256, 176, 32, 21}, {"Q6_K", 14, 256, 210, 16, 21}, {"IQ4_NL", 20, 32, 18, 32, 19}, {"IQ4_XS", 23, 256, 136, 32, 19}, {"MXFP4", 39, 32, 17, 32, 21}};
+
 static void check_table(void) {
-    static const struct { const char *name; int ggml, block, bytes; } expected[] = {
-        {"F32", 0, 1, 4}, {"F16", 1, 1, 2}, {"BF16", 30, 1, 2}, {"Q4_0", 2, 32, 18}, {"Q4_1", 3, 32, 20}, {"Q5_0", 6, 32, 22}, {"Q5_1", 7, 32, 24}, {"Q8_0", 8, 32, 34},
-        {"Q2_K", 10, 256, 84}, {"Q3_K", 11, 256, 110}, {"Q4_K", 12, 256, 144}, {"Q5_K", 13, 256, 176}, {"Q6_K", 14, 256, 210}, {"IQ4_NL", 20, 32, 18},
-        {"IQ4_XS", 23, 256, 136}, {"MXFP4", 39, 32, 17}};
     CHECK(sizeof expected / sizeof *expected == G4_N_TYPES, "%d types", (int)G4_N_TYPES);
     for (int t = 0; t < G4_N_TYPES; t++) {
         const g4_type *type = &g4_types[t];
         CHECK(type->name && !strcmp(type->name, expected[t].name) && type->ggml == expected[t].ggml && type->block == expected[t].block && type->bytes == expected[t].bytes,
               "type %d: %s, ggml's %d, %d values in %d bytes; expected %s, %d, %d, %d", t, type->name, type->ggml, type->block, type->bytes, expected[t].name, expected[t].ggml,
               expected[t].block, expected[t].bytes);
+        CHECK(type->group == expected[t].group && type->bits == expected[t].bits, "%s: groups of %d, activations of %d bits; expected %d, %d", type->name, type->group, type->bits,
+              expected[t].group, expected[t].bits);
+        CHECK(!type->widen == !!type->group && !type->unpack == !type->group, "%s: widened or unpacked", type->name);
     }
 }
 
@@ -207,6 +211,52 @@ static void check_file(const char *path, int whole) {
 
 /* ---- The oracle's operations ------------------------------------------------------------------------------------------------ */
 
+/* The rule for products with quantised weights (README, "One set of bits"), written once more: with the C library, 64 bits, one result at a time. */
+static int sums_too_large;
+
+static float by_rule(const g4_tensor *W, int64_t row, const float *x) {
+    const g4_type *type = &g4_types[W->type];
+    const int group = expected[W->type].group, bits = expected[W->type].bits;
+    volatile float lane[16] = {0}; /* volatile: one rounding for each operation, whatever the compiler likes */
+    for (int i = 0; i < W->cols; i += group) {
+        const int j = i % type->block / group * group; /* where the group begins in its block */
+        double max = 0, s;
+        int64_t sum = 0, sum_x = 0;
+        int e, finite = 1;
+        g4_block b = {.min = {0}};
+        type->unpack(&b, (const unsigned char *)W->data + (size_t)row * g4_row_bytes(W) + (size_t)(i / type->block) * (size_t)type->bytes);
+        for (int k = 0; k < group; k++) {
+            finite &= isfinite(x[i + k]) != 0;
+            max = fmax(max, fabs((double)x[i + k]));
+        }
+        frexp(max, &e); /* max < 2^e */
+        if (e < -102 || max == 0) e = -102;
+        s = ldexp(1, e - bits);
+        for (int k = 0; finite && k < group; k++) {
+            double X = fmin(fmax(rint((double)x[i + k] / s), 1 - ldexp(1, bits)), ldexp(1, bits) - 1);
+            sum += b.q[j + k] * (int64_t)X;
+            sum_x += (int64_t)X;
+        }
+        sums_too_large += sum < INT32_MIN || sum > INT32_MAX;
+        volatile float product = (float)sum, with_x = (float)sum_x, scale = finite ? (float)s : NAN;
+        product = product * b.scale[j / group];
+        product = product * scale;
+        with_x = with_x * scale;
+        with_x = with_x * b.min[j / group];
+        if (type->mins) product = product - with_x;
+        lane[i / group % 16] = lane[i / group % 16] + product;
+    }
+    for (int k = 8; k; k /= 2)
+        for (int j = 0; j < k; j++) lane[j] = lane[j] + lane[j + k];
+    return lane[0];
+}
+
+static void matmul_by_rule(const g4_run *run, float *y, const g4_tensor *W, const float *x, int T) {
+    (void)run;
+    for (int t = 0; t < T; t++)
+        for (int64_t o = 0; o < W->rows; o++) y[t * W->rows + o] = by_rule(W, o, x + t * W->cols);
+}
+
 static const g4_run oracle = {.backend = &g4_backend_scalar, .threads = 1}, oracle_bf16 = {.backend = &g4_backend_scalar, .threads = 1, .precision = G4_BF16};
 
 /* rows x cols quantised weights and the same as float32; `rounded`: to bfloat16. Rows come in groups; one that is not in use (its bit of `used` is clear) is
@@ -234,7 +284,7 @@ static weights make_weights(g4_dtype t, int rows, int cols, int group, unsigned 
             if (t == G4_TYPE_MXFP4) b[0] = (unsigned char)(120 + b[0] % 8);
             else b[halves[t][0] + 1] = (unsigned char)(0x24 | (b[halves[t][0] + 1] & 0x83)), b[halves[t][1] + 1] = (unsigned char)(0x24 | (b[halves[t][1] + 1] & 0x83));
         }
-        type->widen(w, row, cols);
+        g4_widen(t, w, row, cols);
         for (int i = 0; i < cols; i++) {
             float x = rounded ? g4_bf16_round(w[i]) : w[i];
             uint32_t bits;
@@ -257,8 +307,8 @@ static int differing(const float *a, const float *b, int n) {
     return off;
 }
 
-/* Each operation gives on quantised weights what it gives on the floats that they stand for, and reads no row but its own. Rows of 768 weights are not
- * a multiple of the 512 that are widened at once. */
+/* In bf16 precision each operation gives on quantised weights what it gives on the floats that they stand for; in float32 products are those of the rule. None
+ * reads a row but its own. Rows of 768 weights are not a multiple of the 512 that are widened at once, nor of 16 groups of 32. */
 static void check_operations(g4_dtype t, int bf16) {
     enum { N = 768, M = 5, T = 3, E = 3, K = 2 };
     const int D = g4_types[t].block, Fe = D == 32 ? 704 : D; /* 704 is 26B-A4B's, whose experts cannot have blocks of 256 */
@@ -269,7 +319,8 @@ static void check_operations(g4_dtype t, int bf16) {
 
     weights w = make_weights(t, M, N, 1, 31, bf16);
     g4_backend_scalar.matmul(run, a, &w.blocks, x, T);
-    g4_backend_scalar.matmul(run, b, &w.floats, x, T);
+    if (bf16) g4_backend_scalar.matmul(run, b, &w.floats, x, T);
+    else matmul_by_rule(run, b, &w.blocks, x, T);
     CHECK(!differing(a, b, T * M), "matmul of %s, %s: %d of %d results differ", name, precision, differing(a, b, T * M), T * M);
     free_weights(w);
 
@@ -290,10 +341,54 @@ static void check_operations(g4_dtype t, int bf16) {
         g4_experts_args args = {.y = a, .x = x, .index = index, .weight = weight, .layer = &blocks, .T = T, .D = D, .K = K, .Fe = Fe, .room = 1, .gate_up = gate_up, .down = down};
         g4_backend_scalar.experts(run, &args);
         args.y = b, args.layer = &floats;
-        g4_backend_scalar.experts(run, &args);
+        g4_backend again = g4_backend_scalar;
+        g4_run with_rule = {.backend = &again, .threads = 1};
+        again.matmul = matmul_by_rule;
+        if (!bf16) args.layer = &blocks;
+        g4_backend_scalar.experts(bf16 ? run : &with_rule, &args);
         CHECK(!differing(a, b, T * D), "experts of %s, %s, %s: %d of %d results differ", name, precision, apart ? "two tensors" : "one tensor", differing(a, b, T * D), T * D);
         free_weights(gate), free_weights(up), free_weights(out);
     }
+}
+
+/* Products with activations of every size, some of them no numbers: the rule's bits, and beside float64 the error that the rule allows. */
+static void check_products(g4_dtype t) {
+    enum { N = 1536, M = 40, T = 12 };
+    static float x[T * N], y[T * M], z[T * M];
+    const g4_type *type = &g4_types[t];
+    uint32_t seed = 7;
+    for (int i = 0; i < T * N; i++) {
+        seed = seed * 1664525u + 1013904223u;
+        float uniform = (float)(seed >> 8) * 0x1p-24f - 0.5f;
+        seed = seed * 1664525u + 1013904223u;
+        x[i] = i < 4 * N ? uniform : ldexpf(uniform, (int)(seed >> 24) % (i < 8 * N ? 40 : 250) - (i < 8 * N ? 20 : 140)); /* some below 2^-126 */
+    }
+    for (int i = 0; i < 64; i++) x[8 * N + i] = (i % 3 - 1) * 0x1.ffffffp0f; /* which rounds up to the next power of two */
+    for (int i = 0; i < 32; i++) x[9 * N + i] = 0x1.fffffep127f;
+    x[10 * N + 700] = INFINITY, x[11 * N + 1] = NAN;
+
+    weights w = make_weights(t, M, N, M, 1, 0);
+    if (t == G4_TYPE_Q8_0) memset(w.bytes + 2, 0x80, 32); /* -128, which meets the largest activations */
+    g4_backend_scalar.matmul(&oracle, y, &w.blocks, x, T);
+    matmul_by_rule(&oracle, z, &w.blocks, x, T);
+    int off = 0, numbers = 0;
+    for (int i = 0; i < T * M; i++) off += bits_of(y[i]) != bits_of(z[i]), numbers += i >= 10 * M && !isnan(y[i]);
+    CHECK(!off, "products of %s: %d of %d have other bits than the rule's", type->name, off, T * M);
+    CHECK(!numbers, "products of %s: %d with an infinity or NaN are numbers", type->name, numbers);
+
+    double error = 0, square = 0;
+    float *row = room(N * sizeof *row);
+    for (int o = 0; o < M; o++) {
+        g4_widen(t, row, w.bytes + (size_t)o * g4_row_bytes(&w.blocks), N);
+        for (int k = 0; k < 4; k++) {
+            double exact = 0;
+            for (int i = 0; i < N; i++) exact += (double)row[i] * (double)x[k * N + i];
+            error += (y[k * M + o] - exact) * (y[k * M + o] - exact), square += exact * exact;
+        }
+    }
+    error = sqrt(error / square);
+    CHECK(error < (type->bits == 21 ? 6e-7 : 2e-6) && error > 1e-9, "products of %s: relative error %.2g", type->name, error);
+    free(row), free_weights(w);
 }
 
 int main(int argc, char **argv) {
@@ -304,5 +399,7 @@ int main(int argc, char **argv) {
     check_file("test/quants.safetensors", 1);
     for (int t = FIRST; t < G4_N_TYPES; t++)
         for (int bf16 = 0; bf16 < 2; bf16++) check_operations((g4_dtype)t, bf16);
+    for (int t = FIRST; t < G4_N_TYPES; t++) check_products((g4_dtype)t);
+    CHECK(!sums_too_large, "%d sums of a group leave 32 bits", sums_too_large);
     return test_done("quants");
 }
