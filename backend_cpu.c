@@ -71,7 +71,7 @@ typedef struct product {
 /* For products of MANY tokens or more: PANEL rows of BLOCK weights, widened, stay in the second cache while up to MOST tokens meet them, and the lanes of all these
  * wait there for the next BLOCK. Both weights and x are copied in the order in which they are used: what lies a power of two apart falls into the same few
  * lines of the nearest cache. */
-enum { MANY = 24, MANY_INTEGERS = 8, PANEL = 16, BLOCK = 512, MOST = 132, WORK = PANEL * BLOCK + MOST * PANEL * 16 };
+enum { MANY = 24, MANY_INTEGERS = 6, PANEL = 16, BLOCK = 512, MOST = 132, WORK = PANEL * BLOCK + MOST * PANEL * 16 };
 
 /* As much as the kernels of all versions use: 19 numbers for 16 activations, rows being filled up to 512. */
 static INLINE size_t integer_tokens(int cols) { return ((size_t)cols + 511) / 512 * 608; }
@@ -271,6 +271,7 @@ typedef struct taken {
 #define pack_rows VERSION(pack_rows, ISA)
 #define transpose VERSION(transpose, ISA)
 #define integer_tile VERSION(integer_tile, ISA)
+#define packed_rows_of VERSION(packed_rows_of, ISA)
 #define packed_integer_rows VERSION(packed_integer_rows, ISA)
 #define work_size VERSION(work_size, ISA)
 #define product_widened VERSION(product_widened, ISA)
@@ -1674,8 +1675,8 @@ static INLINE TARGET void transpose(__m512i *q) {
 #endif
 
 /* to = n <= 16 rows from number `row` on; those that are missing are zeros */
-static TARGET void pack_rows(unsigned char *to, const product *m, int row, int rows) {
-    const int group = formats[m->type].group, steps = (int)groups_in(m->n, group) / 16;
+static INLINE TARGET void pack_rows(unsigned char *to, const product *m, int row, int rows, int group) {
+    const int steps = (int)groups_in(m->n, group) / 16;
     for (int k = 0; k < steps; k++) {
         taken w[16];
         for (int r = 0; r < 16; r++)
@@ -1739,14 +1740,13 @@ static INLINE TARGET void integer_tile(int N, int group, int shift, int mins, fl
 }
 
 /* Rows begin .. end - 1 of a product of at most MOST tokens, packed by pack_integers(). work is the thread's own. */
-static TARGET void packed_integer_rows(const product *m, const float *packed, float *work, int begin, int end) {
-    const g4_type *type = &g4_types[m->type];
-    const int group = type->group, shift = digit_bits(m->type), mins = type->mins, groups = token_groups(m->T), steps = (int)groups_in(m->n, group) / 16;
+static INLINE TARGET void packed_rows_of(int group, const product *m, const float *packed, float *work, int begin, int end) {
+    const int shift = formats[m->type].bits, mins = formats[m->type].mins, groups = token_groups(m->T), steps = (int)groups_in(m->n, group) / 16;
     float *waiting = work; /* [MOST][4][16]: sums of 1, 2, 4 and 8 lanes that wait for as many others */
     unsigned char *panel = (unsigned char *)(work + MOST * 64);
     for (int o = begin; o < end; o += 16) {
         const int rows = MIN(16, end - o);
-        pack_rows(panel, m, o, rows);
+        pack_rows(panel, m, o, rows, group);
         for (int l = 0; l < 16; l++) {
             const unsigned char *w = panel + (size_t)(l * steps) * rows_bytes(group), *soon = m->w + (size_t)(o + 16 + l) * m->w_stride;
             for (int g = 0; g < groups; g++) {
@@ -1754,24 +1754,15 @@ static TARGET void packed_integer_rows(const product *m, const float *packed, fl
                 const unsigned char *x = (const unsigned char *)(packed + (size_t)t * integer_tokens(m->n)) + (size_t)(l * steps) * tokens_bytes(N, group);
                 float sums[ROW_TOKENS * 16];
                 fetch(soon + m->w_stride * (size_t)g / (size_t)groups, (int)(m->w_stride / (size_t)groups));
-                switch (group == 16 ? N + 8 : N) {
+                switch (N) {
 #if ROW_TOKENS > 4
-                case 4: integer_tile(4, 32, shift, mins, sums, w, x, steps); break;
-                case 5: integer_tile(5, 32, shift, mins, sums, w, x, steps); break;
-                case 6: integer_tile(6, 32, shift, mins, sums, w, x, steps); break;
-                case 7: integer_tile(7, 32, shift, mins, sums, w, x, steps); break;
-                case 8: integer_tile(8, 32, shift, mins, sums, w, x, steps); break;
-                case 12: integer_tile(4, 16, shift, mins, sums, w, x, steps); break;
-                case 13: integer_tile(5, 16, shift, mins, sums, w, x, steps); break;
-                case 14: integer_tile(6, 16, shift, mins, sums, w, x, steps); break;
-                case 15: integer_tile(7, 16, shift, mins, sums, w, x, steps); break;
-                case 16: integer_tile(8, 16, shift, mins, sums, w, x, steps); break;
-#else
-                case 3: integer_tile(3, 32, shift, mins, sums, w, x, steps); break;
-                case 4: integer_tile(4, 32, shift, mins, sums, w, x, steps); break;
-                case 11: integer_tile(3, 16, shift, mins, sums, w, x, steps); break;
-                case 12: integer_tile(4, 16, shift, mins, sums, w, x, steps); break;
+                case 8: integer_tile(8, group, shift, mins, sums, w, x, steps); break;
+                case 7: integer_tile(7, group, shift, mins, sums, w, x, steps); break;
+                case 6: integer_tile(6, group, shift, mins, sums, w, x, steps); break;
+                case 5: integer_tile(5, group, shift, mins, sums, w, x, steps); break;
 #endif
+                case 4: integer_tile(4, group, shift, mins, sums, w, x, steps); break;
+                default: integer_tile(3, group, shift, mins, sums, w, x, steps); break;
                 }
                 for (int j = 0; j < N; j++)
                     UNROLL for (int part = 0; part < PARTS; part++) {
@@ -1785,6 +1776,10 @@ static TARGET void packed_integer_rows(const product *m, const float *packed, fl
             }
         }
     }
+}
+static TARGET void packed_integer_rows(const product *m, const float *packed, float *work, int begin, int end) {
+    if (formats[m->type].group == 32) packed_rows_of(32, m, packed, work, begin, end);
+    else packed_rows_of(16, m, packed, work, begin, end);
 }
 #endif
 
