@@ -1481,33 +1481,39 @@ static INLINE TARGET vec add_groups(vec lane, const multiplied *m, const integer
     return lane + (mins ? y - load(x->sum + m->at) * m->min : y);
 }
 
-/* Rows begin .. end - 1 for one token. A step's sums are added while the next one is multiplied: processors do not look so far ahead themselves. */
+/* Rows begin .. end - 1 for one token. SOME rows pass by a part of its integers that the nearest cache holds, then by the next part. A step's sums are added while the
+ * next one is multiplied: processors do not look so far ahead themselves. */
 static INLINE TARGET void one_token(g4_dtype type, const product *m, float *memory, int begin, int end) {
-    enum { SOME = 16 };
+    enum { SOME = 32, AHEAD = 3 };
     const format *f = &formats[type];
-    const int group = f->group, shift = f->bits, mins = f->mins, steps = (int)groups_in(m->n, group) / 16;
+    const int group = f->group, shift = f->bits, mins = f->mins, steps = (int)groups_in(m->n, group) / 16, parts = (16 * group * steps + 4095) / 4096;
     const int bytes = 16 * group / f->block * f->bytes;
     const integers x = integers_at(memory, m->n, group);
     for (int o = begin; o < end; o += SOME) {
         const int rows = MIN(SOME, end - o);
-        const unsigned char *row = m->w + (size_t)o * m->w_stride;
         float lanes[SOME][16];
-        multiplied last, next = {.at = 0};
-        take(&last, type, row, 0, m->n);
-        multiply(&last, x.x, group, shift);
-        for (int r = 0; r < rows; r++) {
-            vec lane = {0};
-            for (int step = 1; step <= steps; step++) {
-                const int first = step == steps; /* of the next row; after the last of all, the same once more, for nothing */
-                if (first && r + 1 < rows) row += m->w_stride;
-                take(&next, type, row, first ? 0 : step, m->n);
-                const unsigned char *soon = row + 4 * m->w_stride + (first ? 0 : step) * bytes;
-                UNROLL for (int i = 0; i < bytes; i += 64) PREFETCH_2(soon + i);
-                multiply(&next, x.x, group, shift);
-                lane = add_groups(lane, &last, &x, mins, group);
-                last = next;
+        for (int part = 0; part < parts; part++) {
+            const int from = steps * part / parts, to = steps * (part + 1) / parts;
+            const unsigned char *row = m->w + (size_t)o * m->w_stride;
+            multiplied last, next = {.at = 0};
+            take(&last, type, row, from, m->n);
+            multiply(&last, x.x, group, shift);
+            for (int r = 0; r < rows; r++) {
+                vec lane = part ? load(lanes[r]) : (vec){0};
+                /* After these rows comes their next part, after the last part the next rows. */
+                const unsigned char *soon = r + AHEAD < rows ? row + AHEAD * m->w_stride : part + 1 < parts ? row + (AHEAD - rows) * (ptrdiff_t)m->w_stride + (to - from) * bytes
+                                                                                                            : row + AHEAD * m->w_stride - from * bytes;
+                for (int step = from + 1; step <= to; step++) {
+                    const int first = step == to; /* of the next row; after the last one the same once more, for nothing */
+                    UNROLL for (int i = 0; i < bytes; i += 64) PREFETCH_2(soon + (step - 1) * bytes + i);
+                    if (first && r + 1 < rows) row += m->w_stride;
+                    take(&next, type, row, first ? from : step, m->n);
+                    multiply(&next, x.x, group, shift);
+                    lane = add_groups(lane, &last, &x, mins, group);
+                    last = next;
+                }
+                store(lanes[r], lane);
             }
-            store(lanes[r], lane);
         }
         finish(m->y + o, lanes[0], 1, rows, 0);
     }
