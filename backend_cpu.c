@@ -71,11 +71,10 @@ typedef struct product {
 /* For products of MANY tokens or more: PANEL rows of BLOCK weights, widened, stay in the second cache while up to MOST tokens meet them, and the lanes of all these
  * wait there for the next BLOCK. Both weights and x are copied in the order in which they are used: what lies a power of two apart falls into the same few
  * lines of the nearest cache. */
-enum { MANY = 24, MANY_INTEGERS = 6, PANEL = 16, BLOCK = 512, MOST = 132, WORK = PANEL * BLOCK + MOST * PANEL * 16 };
+enum { MANY = 24, PANEL = 16, BLOCK = 512, MOST = 132, WORK = PANEL * BLOCK + MOST * PANEL * 16 };
 
-/* As much as the kernels of all versions use: 19 numbers for 16 activations, rows being filled up to 512. */
+/* In floats: the integers of a token, 19 numbers for 16 activations at most, rows being filled up to 512. */
 static INLINE size_t integer_tokens(int cols) { return ((size_t)cols + 511) / 512 * 608; }
-static INLINE size_t integer_work(int cols) { return MOST * 64 + ((size_t)cols + 511) / 512 * (3072 + 608); }
 
 typedef struct kernels {
     void (*products)(const product *m, int begin, int end);
@@ -83,8 +82,10 @@ typedef struct kernels {
     void (*packed_products)(const product *m, const float *packed, float *work, int begin, int end);
     void (*integers_of)(const product *m, const float *x, float *memory);
     void (*integer_products)(const product *m, float *memory, int begin, int end);
-    void (*pack_as_integers)(const product *m, float *to, float *temporary, int worker, int workers); /* NULL: there is no such kernel */
+    void (*pack_as_integers)(const product *m, float *to, float *temporary, int worker, int workers);
     void (*packed_integer_products)(const product *m, const float *packed, float *work, int begin, int end);
+    int weight_bytes; /* of a quantised weight, packed */
+    int many;         /* so many tokens are worth packing integers for */
     void (*weighted_sum)(float *o, const float *p, size_t p_stride, const float *v, int heads, int dh, int n, int begin, int end);
     void (*softmax)(float *s, int n, int round);
     void (*gelu_mul)(float *gate, const float *up, int n, int round);
@@ -148,7 +149,6 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 typedef struct format {
     int block, bytes, group, mins;
     int offset;        /* weights are multiplied as integers from 0 on: those of quants.c plus this */
-    int bits;          /* of a digit (below) where instructions multiply bytes: the sum of two products must fit AVX2's 16 bits */
     int first, stride; /* where integers are nibbles: bytes before those of the first 32 weights, and from there to the next */
     uint8_t level[16]; /* what nibbles stand for, offset included */
 } format;
@@ -156,19 +156,19 @@ typedef struct format {
 #define FROM_0 {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
 #define IQ4 {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}
 static const format formats[G4_N_TYPES] = {
-    [G4_TYPE_Q4_0] = {32, 18, 32, 0, 8, 8, 2, 18, FROM_0},
-    [G4_TYPE_Q4_1] = {32, 20, 32, 1, 0, 8, 4, 20, FROM_0},
-    [G4_TYPE_Q5_0] = {32, 22, 32, 0, 16, 8, 0, 0, {0}},
-    [G4_TYPE_Q5_1] = {32, 24, 32, 1, 0, 8, 0, 0, {0}},
-    [G4_TYPE_Q8_0] = {32, 34, 32, 0, 128, 7, 0, 0, {0}},
-    [G4_TYPE_Q2_K] = {256, 84, 16, 1, 0, 8, 0, 0, {0}},
-    [G4_TYPE_Q3_K] = {256, 110, 16, 0, 4, 8, 0, 0, {0}},
-    [G4_TYPE_Q4_K] = {256, 144, 32, 1, 0, 8, 0, 0, {0}},
-    [G4_TYPE_Q5_K] = {256, 176, 32, 1, 0, 8, 0, 0, {0}},
-    [G4_TYPE_Q6_K] = {256, 210, 16, 0, 32, 8, 0, 0, {0}},
-    [G4_TYPE_IQ4_NL] = {32, 18, 32, 0, 128, 7, 2, 18, IQ4},
-    [G4_TYPE_IQ4_XS] = {256, 136, 32, 0, 128, 7, 8, 16, IQ4},
-    [G4_TYPE_MXFP4] = {32, 17, 32, 0, 12, 8, 1, 17, {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}},
+    [G4_TYPE_Q4_0] = {32, 18, 32, 0, 8, 2, 18, FROM_0},
+    [G4_TYPE_Q4_1] = {32, 20, 32, 1, 0, 4, 20, FROM_0},
+    [G4_TYPE_Q5_0] = {32, 22, 32, 0, 16, 0, 0, {0}},
+    [G4_TYPE_Q5_1] = {32, 24, 32, 1, 0, 0, 0, {0}},
+    [G4_TYPE_Q8_0] = {32, 34, 32, 0, 128, 0, 0, {0}},
+    [G4_TYPE_Q2_K] = {256, 84, 16, 1, 0, 0, 0, {0}},
+    [G4_TYPE_Q3_K] = {256, 110, 16, 0, 4, 0, 0, {0}},
+    [G4_TYPE_Q4_K] = {256, 144, 32, 1, 0, 0, 0, {0}},
+    [G4_TYPE_Q5_K] = {256, 176, 32, 1, 0, 0, 0, {0}},
+    [G4_TYPE_Q6_K] = {256, 210, 16, 0, 32, 0, 0, {0}},
+    [G4_TYPE_IQ4_NL] = {32, 18, 32, 0, 128, 2, 18, IQ4},
+    [G4_TYPE_IQ4_XS] = {256, 136, 32, 0, 128, 8, 16, IQ4},
+    [G4_TYPE_MXFP4] = {32, 17, 32, 0, 12, 1, 17, {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}},
 };
 
 /* 16 groups of a row, a step: 512 or 256 weights. */
@@ -243,7 +243,7 @@ typedef struct taken {
 #define take_whole_step VERSION(take_whole_step, ISA)
 #define multiplied VERSION(multiplied, ISA)
 #define take VERSION(take, ISA)
-#define take_rest VERSION(take_rest, ISA)
+#define take_functions VERSION(take_functions, ISA)
 #define multiply VERSION(multiply, ISA)
 #define one_token VERSION(one_token, ISA)
 #define add_groups VERSION(add_groups, ISA)
@@ -251,18 +251,16 @@ typedef struct taken {
 #define take_step VERSION(take_step, ISA)
 #define digit VERSION(digit, ISA)
 #define integers VERSION(integers, ISA)
-#define digit_bits VERSION(digit_bits, ISA)
 #define groups_in VERSION(groups_in, ISA)
 #define integers_size VERSION(integers_size, ISA)
 #define integers_at VERSION(integers_at, ISA)
 #define make_integers VERSION(make_integers, ISA)
 #define ints VERSION(ints, ISA)
-#define dot4 VERSION(dot4, ISA)
+#define dot VERSION(dot, ISA)
 #define load_ints VERSION(load_ints, ISA)
-#define four_products VERSION(four_products, ISA)
 #define group_sums VERSION(group_sums, ISA)
-#define integer_rows_of VERSION(integer_rows_of, ISA)
 #define integer_rows VERSION(integer_rows, ISA)
+#define integer_rows_of VERSION(integer_rows_of, ISA)
 #define tokens_bytes VERSION(tokens_bytes, ISA)
 #define rows_bytes VERSION(rows_bytes, ISA)
 #define lane_order VERSION(lane_order, ISA)
@@ -290,7 +288,7 @@ typedef struct taken {
 #define exp_row VERSION(exp_row, ISA)
 #define table VERSION(table, ISA)
 
-/* The instruction sets. LANES floats are one vector; a tile is ROWS rows by up to GROUP tokens, or FEWER_ROWS by up to TOKENS, as many as the registers hold. ARMv7 is missing on purpose:
+/* The instruction sets. Sums of quantised weights take NEIGHBOURS weights in a lane, by activations of DIGITS digits. LANES floats are one vector; a tile is ROWS rows by up to GROUP tokens, or FEWER_ROWS by up to TOKENS, as many as the registers hold. ARMv7 is missing on purpose:
  * its vectors flush subnormals. So are gcc's AVX versions for Windows: gcc aligns the stack there to 16 bytes only and crashes when it spills a vector. */
 #if defined(__GNUC__) && defined(__x86_64__) && !(defined(_WIN32) && !defined(__clang__))
 #define HAVE_AVX
@@ -304,6 +302,8 @@ typedef struct taken {
 #define FEWER_ROWS 3
 #define TOKENS 8
 #define ROW_TOKENS 8
+#define DIGITS 3
+#define NEIGHBOURS 4
 #include "backend_cpu.c"
 #undef ISA
 #undef TARGET
@@ -313,6 +313,8 @@ typedef struct taken {
 #undef FEWER_ROWS
 #undef TOKENS
 #undef ROW_TOKENS
+#undef DIGITS
+#undef NEIGHBOURS
 
 #define ISA avx2
 #define TARGET __attribute__((target("avx2,fma,f16c")))
@@ -322,6 +324,8 @@ typedef struct taken {
 #define FEWER_ROWS 2
 #define TOKENS 3
 #define ROW_TOKENS 4
+#define DIGITS 2
+#define NEIGHBOURS 2
 #include "backend_cpu.c"
 #undef ISA
 #undef TARGET
@@ -331,9 +335,14 @@ typedef struct taken {
 #undef FEWER_ROWS
 #undef TOKENS
 #undef ROW_TOKENS
+#undef DIGITS
+#undef NEIGHBOURS
 #endif
 
 #define ISA base
+#define ROW_TOKENS 4
+#define DIGITS 1
+#define NEIGHBOURS 1
 #define TARGET
 #ifdef HAVE_VECTORS
 #define LANES 4
@@ -382,22 +391,25 @@ static int part_begin(int rows, int part, int parts) {
     return (int)MIN(panels * part / parts * 16, rows);
 }
 
+/* What a thread needs to multiply packed integers: sums that wait, 16 rows with their scales and minimums, or one token. */
+static size_t integer_work(const kernels *k, int cols) { return MOST * 64 + ((size_t)cols + 511) / 512 * 512 * (4 * (size_t)k->weight_bytes + 2) + integer_tokens(cols); }
+
 static size_t scratch(int T, int cols, int threads) {
     const uint64_t tokens = (uint64_t)MIN(T, MOST);
     const uint64_t floats = T >= MANY ? (uint64_t)MOST * whole_steps(cols) + (uint64_t)threads * WORK : 0;
-    const uint64_t by_integers = tokens * integer_tokens(cols) + (T >= MANY_INTEGERS ? (uint64_t)threads * integer_work(cols) : 0);
+    const uint64_t by_integers = tokens * integer_tokens(cols) + (T >= KERNELS->many ? (uint64_t)threads * integer_work(KERNELS, cols) : 0);
     return (size_t)MAX(floats, by_integers) == MAX(floats, by_integers) ? (size_t)MAX(floats, by_integers) : SIZE_MAX;
 }
 
 /* Quantised weights: rows are multiplied as integers. */
 static void matmul_integers(const g4_run *run, const product *all, int rows) {
     const kernels *k = KERNELS;
-    const size_t size = integer_tokens(all->n), work_size = integer_work(all->n);
+    const size_t size = integer_tokens(all->n), work_size = integer_work(k, all->n);
     for (int round = 0, rounds = (all->T + MOST - 1) / MOST; round < rounds; round++) {
         const int first = (int)((int64_t)all->T * round / rounds);
         product some = *all, *m = &some;
         m->x += (size_t)first * m->x_stride, m->y += (size_t)first * m->y_stride, m->T = (int)((int64_t)all->T * (round + 1) / rounds) - first;
-        const int packed = m->T >= MANY_INTEGERS && k->pack_as_integers;
+        const int packed = m->T >= k->many;
         float *work = run->scratch + (size_t)m->T * size;
         const int share = worth_sharing((size_t)rows * (size_t)m->n * (size_t)m->T);
         (void)share; /* without OpenMP */
@@ -1295,20 +1307,39 @@ static INLINE TARGET void take_whole_step(__m512i *q, vec *scale, vec *min, g4_d
 }
 #endif
 
-/* A step of a row of n weights, from weight i on. */
+/* A step of a row of n weights, from weight i on. One function for each type, so that its formula and its sizes are constants there. */
 static INLINE TARGET void take_step(taken *to, g4_dtype type, const unsigned char *row, int i, int n) {
-    const format *t = &formats[type];
-    row += (size_t)(i / t->block) * (size_t)t->bytes;
-    if (n - i >= 512 && t->group == 32) { /* what is mostly the case, with numbers that the compiler knows */
+    const format *f = &formats[type];
+    row += (size_t)(i / f->block) * (size_t)f->bytes;
+#if LANES == 16
+    if (n - i >= 16 * f->group) {
+        __m512i q[8];
+        vec scale, min = {0};
+        take_whole_step(q, &scale, &min, type, row);
+        UNROLL for (int k = 0; k < f->group / 4; k++) _mm512_storeu_si512(to->q + 64 * k, q[k]);
+        store(to->scale, scale), store(to->min, min);
+        return;
+    }
+#endif
+    if (n - i >= 512 && f->group == 32) { /* what is mostly the case, with numbers that the compiler knows */
         take_apart(to, 0, type, row, 256);
-        take_apart(to, 1, type, row + 256 / t->block * t->bytes, 256);
+        take_apart(to, 1, type, row + 256 / f->block * f->bytes, 256);
         return;
     }
     take_apart(to, 0, type, row, MIN(256, n - i));
-    if (t->group == 16) return;
-    if (n - i > 256) take_apart(to, 1, type, row + 256 / t->block * t->bytes, MIN(256, n - i - 256));
+    if (f->group == 16) return;
+    if (n - i > 256) take_apart(to, 1, type, row + 256 / f->block * f->bytes, MIN(256, n - i - 256));
     else memset(to->q + 256, 0, 256), memset(to->scale + 8, 0, 32), memset(to->min + 8, 0, 32);
 }
+
+#define EACH_TYPE(f) \
+    f(q4_0, G4_TYPE_Q4_0) f(q4_1, G4_TYPE_Q4_1) f(q5_0, G4_TYPE_Q5_0) f(q5_1, G4_TYPE_Q5_1) f(q8_0, G4_TYPE_Q8_0) f(q2_k, G4_TYPE_Q2_K) f(q3_k, G4_TYPE_Q3_K) \
+    f(q4_k, G4_TYPE_Q4_K) f(q5_k, G4_TYPE_Q5_K) f(q6_k, G4_TYPE_Q6_K) f(iq4_nl, G4_TYPE_IQ4_NL) f(iq4_xs, G4_TYPE_IQ4_XS) f(mxfp4, G4_TYPE_MXFP4)
+#define TAKE(name, type) \
+    static NOINLINE TARGET void VERSION(take_##name, ISA)(taken *to, const unsigned char *row, int i, int n) { take_step(to, type, row, i, n); }
+EACH_TYPE(TAKE)
+#define TAKE_OF(name, type) [type] = VERSION(take_##name, ISA),
+static void (*const take_functions[G4_N_TYPES])(taken *to, const unsigned char *row, int i, int n) = {EACH_TYPE(TAKE_OF)};
 
 /* A file's weights begin anywhere in a cache line, so they may lie in one line more than their number says. */
 static INLINE TARGET void fetch(const unsigned char *p, int bytes) {
@@ -1339,49 +1370,51 @@ static TARGET void finish(float *y, const float *lanes, int N, int rows, int rou
 
 /* ---- Products of integers -----------------------------------------------------------------------------------------------------
  *
- * An activation's integer (gemma4.c, to_integers) is cut into signed digits, the lowest first, which instructions multiply with bytes. Sums of the highest
- * digit, shifted left, go on with the next one: the sum of a group fits 32 bits, so what overflows on the way does no harm.
+ * An activation's integer (gemma4.c, to_integers) is cut into signed digits, as wide as what the processor multiplies best: three bytes, two halves, or itself.
+ * Sums of the highest digit, shifted left, go on with the next one. The sum of a group fits 32 bits, so what overflows on the way does no harm.
  */
-#if LANES > 4
+#if LANES == 16
 typedef int8_t digit;
-#define DIGITS 3
-#define BYTES (4 * LANES) /* of a vector */
-#else
+enum { VERSION(bits, ISA) = 8, VERSION(chunk, ISA) = 64 };
+#elif LANES == 8
 typedef int16_t digit;
-#define DIGITS 2
-#define BYTES 16
+enum { VERSION(bits, ISA) = 11, VERSION(chunk, ISA) = 16 };
+#else
+typedef int32_t digit;
+enum { VERSION(bits, ISA) = 0, VERSION(chunk, ISA) = 16 };
 #endif
+#define SHIFT VERSION(bits, ISA)
+#define CHUNK VERSION(chunk, ISA)
+#define X_BYTES (DIGITS * sizeof(digit)) /* of an activation */
 
 /* Activations of T tokens, after one another. */
 typedef struct integers {
     float *s;       /* [groups]: the power of two */
     float *sum;     /* [groups]: s times the sum of the integers */
     int32_t *times; /* [groups]: the weights' offset times that sum */
-    digit *x;       /* [steps of 16 groups][DIGITS][...]: BYTES of the highest digit, then of the next, and so on */
+    digit *x;       /* [steps of 16 groups][...][DIGITS][CHUNK]: of CHUNK activations the highest digits, then the next, and so on */
 } integers;
-static INLINE int digit_bits(g4_dtype type) { return LANES > 4 ? formats[type].bits : 11; }
-
 /* Where those of a token lie in memory [integers_size()]. */
 static INLINE size_t groups_in(int n, int group) { return ((size_t)n / (size_t)group + 15) / 16 * 16; }
-static INLINE size_t integers_size(int n, int group) { return groups_in(n, group) * (3 + (size_t)group * DIGITS * sizeof(digit) / 4); } /* in floats */
+static INLINE size_t integers_size(int n, int group) { return groups_in(n, group) * (3 + (size_t)group * X_BYTES / 4); } /* in floats */
 static INLINE integers integers_at(float *p, int n, int group) {
     const size_t groups = groups_in(n, group);
-    return (integers){.x = (digit *)p, .s = p + groups * (size_t)group * DIGITS * sizeof(digit) / 4, .sum = p + integers_size(n, group) - 2 * groups,
+    return (integers){.x = (digit *)p, .s = p + groups * (size_t)group * X_BYTES / 4, .sum = p + integers_size(n, group) - 2 * groups,
                       .times = (int32_t *)(void *)(p + integers_size(n, group) - groups)};
 }
 
 /* The integers of x [m->n]. */
 static TARGET void make_integers(const product *m, const float *x, float *memory) {
     const g4_type *type = &g4_types[m->type];
-    const int group = type->group, shift = digit_bits(m->type), half_digit = 1 << (shift - 1);
+    const int group = type->group;
     const float to_integer = 12582912.0f, limit = (float)((1 << type->bits) - 1);
     const integers to = integers_at(memory, m->n, group);
     for (int g = 0, i = 0; g < (int)groups_in(m->n, group); g++, i += group) {
-        digit *at = to.x + (size_t)(i / BYTES) * DIGITS * BYTES + i % BYTES;
+        digit *at = to.x + (size_t)(i / CHUNK) * DIGITS * CHUNK + i % CHUNK;
         if (i >= m->n) {
             to.s[g] = to.sum[g] = 0, to.times[g] = 0;
             for (int k = 0; k < group; k++)
-                for (int d = 0; d < DIGITS; d++) at[k / BYTES * BYTES * DIGITS + k % BYTES + d * BYTES] = 0;
+                for (int d = 0; d < DIGITS; d++) at[k / CHUNK * CHUNK * DIGITS + k % CHUNK + d * CHUNK] = 0;
             continue;
         }
         int32_t X[32], max = 0, sum = 0, low[32];
@@ -1399,21 +1432,22 @@ static TARGET void make_integers(const product *m, const float *x, float *memory
         }
         for (int d = DIGITS - 1; d >= 0; d--)
             for (int k = 0; k < group; k++) {
-                low[k] = d ? ((X[k] + half_digit) & (2 * half_digit - 1)) - half_digit : X[k];
-                X[k] = (X[k] - low[k]) >> shift;
-                at[k / BYTES * BYTES * DIGITS + k % BYTES + d * BYTES] = (digit)low[k];
+                low[k] = d ? ((X[k] + (1 << SHIFT >> 1)) & ((1 << SHIFT) - 1)) - (1 << SHIFT >> 1) : X[k];
+                X[k] = (X[k] - low[k]) >> SHIFT;
+                at[k / CHUNK * CHUNK * DIGITS + k % CHUNK + d * CHUNK] = (digit)low[k];
             }
         to.s[g] = s, to.sum[g] = (float)sum * s, to.times[g] = sum * formats[m->type].offset;
     }
 }
 
-#if LANES > 4
-/* s + products of 4 neighbouring bytes, unsigned by signed, in each lane */
-static INLINE TARGET ints dot4(ints s, ints w, ints x) {
+/* s + products of NEIGHBOURS weights and activations in each lane */
+static INLINE TARGET ints dot(ints s, ints w, ints x) {
 #if LANES == 16
-    return (ints)_mm512_dpbusd_epi32((__m512i)s, (__m512i)w, (__m512i)x);
+    return (ints)_mm512_dpbusd_epi32((__m512i)s, (__m512i)w, (__m512i)x); /* unsigned bytes by signed ones */
+#elif LANES == 8
+    return s + (ints)_mm256_madd_epi16((__m256i)w, (__m256i)x);
 #else
-    return s + (ints)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x), _mm256_set1_epi16(1));
+    return s + w * x;
 #endif
 }
 
@@ -1423,14 +1457,6 @@ static INLINE TARGET ints load_ints(const void *p) {
     return x;
 }
 
-/* BYTES weights by their activations: a lane has the products of 4 neighbours */
-static INLINE TARGET ints four_products(ints q, const digit *x, int shift) {
-    ints s = dot4((ints){0}, q, load_ints(x));
-    UNROLL for (int d = 1; d < DIGITS; d++) s = dot4(s << shift, q, load_ints(x + d * BYTES));
-    return s;
-}
-#endif
-
 #if LANES == 16
 /* A step of a row, and its products with the activations of the step whose first group is `at`. */
 typedef struct multiplied {
@@ -1438,8 +1464,6 @@ typedef struct multiplied {
     vec scale, min;
     int at;
 } multiplied;
-
-static NOINLINE TARGET void take_rest(taken *to, g4_dtype type, const unsigned char *row, int i, int n) { take_step(to, type, row, i, n); }
 
 static INLINE TARGET void take(multiplied *m, g4_dtype type, const unsigned char *row, int step, int n) {
     const format *f = &formats[type];
@@ -1449,17 +1473,22 @@ static INLINE TARGET void take(multiplied *m, g4_dtype type, const unsigned char
         take_whole_step(m->q, &m->scale, &m->min, type, row + (size_t)(i / f->block) * (size_t)f->bytes);
     } else {
         taken w;
-        take_rest(&w, type, row, i, n);
+        take_functions[type](&w, row, i, n);
         UNROLL for (int k = 0; k < f->group / 4; k++) m->q[k] = _mm512_loadu_si512(w.q + 64 * k);
         m->scale = load(w.scale);
         if (f->mins) m->min = load(w.min);
     }
 }
 
-static INLINE TARGET void multiply(multiplied *m, const digit *x, int group, int shift) {
+static INLINE TARGET void multiply(multiplied *m, const digit *x, int group) {
     x += (size_t)m->at * (size_t)group * DIGITS;
     __asm__("" : "+r"(x)); /* one address, not one for each of the loads below */
-    UNROLL for (int i = 0; i < group / 4; i++) m->product[i] = (__m512i)four_products((ints)m->q[i], x + 64 * DIGITS * i, shift);
+    UNROLL for (int i = 0; i < group / 4; i++, x += DIGITS * CHUNK) {
+        const ints q = (ints)m->q[i];
+        ints s = dot((ints){0}, q, load_ints(x));
+        UNROLL for (int d = 1; d < DIGITS; d++) s = dot(s << SHIFT, q, load_ints(x + d * CHUNK));
+        m->product[i] = (__m512i)s;
+    }
 }
 
 /* lane [16] + what a step adds to it */
@@ -1486,7 +1515,7 @@ static INLINE TARGET vec add_groups(vec lane, const multiplied *m, const integer
 static INLINE TARGET void one_token(g4_dtype type, const product *m, float *memory, int begin, int end) {
     enum { SOME = 32, AHEAD = 3 };
     const format *f = &formats[type];
-    const int group = f->group, shift = f->bits, mins = f->mins, steps = (int)groups_in(m->n, group) / 16, parts = (16 * group * steps + 4095) / 4096;
+    const int group = f->group, mins = f->mins, steps = (int)groups_in(m->n, group) / 16, parts = (16 * group * steps + 4095) / 4096;
     const int bytes = 16 * group / f->block * f->bytes;
     const integers x = integers_at(memory, m->n, group);
     for (int o = begin; o < end; o += SOME) {
@@ -1497,7 +1526,7 @@ static INLINE TARGET void one_token(g4_dtype type, const product *m, float *memo
             const unsigned char *row = m->w + (size_t)o * m->w_stride;
             multiplied last, next = {.at = 0};
             take(&last, type, row, from, m->n);
-            multiply(&last, x.x, group, shift);
+            multiply(&last, x.x, group);
             for (int r = 0; r < rows; r++) {
                 vec lane = part ? load(lanes[r]) : (vec){0};
                 /* After these rows comes their next part, after the last part the next rows. */
@@ -1508,7 +1537,7 @@ static INLINE TARGET void one_token(g4_dtype type, const product *m, float *memo
                     UNROLL for (int i = 0; i < bytes; i += 64) PREFETCH_2(soon + (step - 1) * bytes + i);
                     if (first && r + 1 < rows) row += m->w_stride;
                     take(&next, type, row, first ? from : step, m->n);
-                    multiply(&next, x.x, group, shift);
+                    multiply(&next, x.x, group);
                     lane = add_groups(lane, &last, &x, mins, group);
                     last = next;
                 }
@@ -1518,38 +1547,42 @@ static INLINE TARGET void one_token(g4_dtype type, const product *m, float *memo
         finish(m->y + o, lanes[0], 1, rows, 0);
     }
 }
+
+#define FOR_TYPE(name, type) \
+    static NOINLINE TARGET void VERSION(name, ISA)(const product *m, float *memory, int begin, int end) { one_token(type, m, memory, begin, end); }
+EACH_TYPE(FOR_TYPE)
 #else
 /* to [16] = the sums of the groups of a step */
-static INLINE TARGET void group_sums(int32_t *to, const uint8_t *w, const digit *x, int group, int shift) {
+static INLINE TARGET void group_sums(int32_t *to, const uint8_t *w, const digit *x, int group) {
 #if LANES == 8
-    UNROLL for (int i = 0; i < group / 16; i++) {
+    UNROLL for (int i = 0; i < 2; i++) {
         __m256i a[8];
-        UNROLL for (int k = 0; k < 8; k++) a[k] = (__m256i)four_products(load_ints(w + 256 * i + 32 * k), x + (256 * i + 32 * k) * DIGITS, shift);
-        __m256i low = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
-        __m256i high = _mm256_hadd_epi32(_mm256_hadd_epi32(a[4], a[5]), _mm256_hadd_epi32(a[6], a[7]));
-        __m256i first = _mm256_permute2x128_si256(low, high, 0x20), second = _mm256_permute2x128_si256(low, high, 0x31);
-        if (group == 32) { /* the halves of a vector belong to one group */
-            _mm256_storeu_si256((__m256i *)(void *)(to + 8 * i), _mm256_add_epi32(first, second));
-        } else { /* sums 0 2 4 6 8 .. and 1 3 5 7 9 .. */
-            __m256i even = _mm256_unpacklo_epi32(first, second), odd = _mm256_unpackhi_epi32(first, second); /* 0 1 2 3 8 .. and 4 5 6 7 12 .. */
-            _mm256_storeu_si256((__m256i *)(void *)to, _mm256_permute2x128_si256(even, odd, 0x20));
-            _mm256_storeu_si256((__m256i *)(void *)(to + 8), _mm256_permute2x128_si256(even, odd, 0x31));
+        UNROLL for (int g = 0; g < 8; g++) {
+            ints high = {0}, low = {0};
+            UNROLL for (int k = 0; k < group; k += 16, w += 16, x += 2 * CHUNK) {
+                const ints q = (ints)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(const void *)w));
+                high = dot(high, q, load_ints(x)), low = dot(low, q, load_ints(x + CHUNK));
+            }
+            a[g] = (__m256i)((high << SHIFT) + low);
         }
+        __m256i first = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
+        __m256i second = _mm256_hadd_epi32(_mm256_hadd_epi32(a[4], a[5]), _mm256_hadd_epi32(a[6], a[7]));
+        first = _mm256_add_epi32(_mm256_permute2x128_si256(first, second, 0x20), _mm256_permute2x128_si256(first, second, 0x31));
+        _mm256_storeu_si256((__m256i *)(void *)(to + 8 * i), first);
     }
 #else
-    for (int g = 0; g < 16; g++, w += group, x += group * DIGITS) {
-        int32_t high = 0, low = 0;
-        for (int i = 0; i < group; i += BYTES)
-            for (int k = 0; k < BYTES; k++) high += (int16_t)w[i + k] * x[i * DIGITS + k], low += (int16_t)w[i + k] * x[i * DIGITS + BYTES + k];
-        to[g] = (int32_t)(((uint32_t)high << shift) + (uint32_t)low);
+    for (int g = 0; g < 16; g++, w += group, x += group) {
+        uint32_t sum = 0;
+        for (int k = 0; k < group; k++) sum += w[k] * (uint32_t)x[k];
+        to[g] = (int32_t)sum;
     }
 #endif
 }
 
 /* lane [16] += a step of a row by a token, whose step's first group is `at` */
-static INLINE TARGET void add_groups(float *lane, const taken *w, const integers *x, int at, int mins, int group, int shift) {
+static INLINE TARGET void add_groups(float *lane, const taken *w, const integers *x, int at, int mins, int group) {
     int32_t sums[16];
-    group_sums(sums, w->q, x->x + (size_t)at * (size_t)group * DIGITS, group, shift);
+    group_sums(sums, w->q, x->x + (size_t)at * (size_t)group * DIGITS, group);
     UNROLL for (int p = 0; p < PARTS; p++) {
         ints s, times;
         memcpy(&s, sums + p * LANES, sizeof s);
@@ -1561,85 +1594,62 @@ static INLINE TARGET void add_groups(float *lane, const taken *w, const integers
 }
 #endif
 
-/* Rows begin .. end - 1 for up to MOST tokens, whose integers lie one after the other. What the caller knows of T and type, the compiler does. */
-static INLINE TARGET void integer_rows_of(int T, g4_dtype type, const product *m, float *memory, int begin, int end) {
-    const int group = formats[type].group, shift = digit_bits(type), mins = formats[type].mins, step = 16 * group;
-    const size_t size = integer_tokens(m->n), bytes = (size_t)step / (size_t)formats[type].block * (size_t)formats[type].bytes;
+/* Rows begin .. end - 1 for up to MOST tokens, whose integers lie one after the other. */
+static INLINE TARGET void integer_rows_of(int group, const product *m, float *memory, int begin, int end) {
+    const format *f = &formats[m->type];
+    const int step = 16 * group, mins = f->mins, bytes = step / f->block * f->bytes;
+    const size_t size = integer_tokens(m->n);
     const integers first = integers_at(memory, m->n, group);
     for (int o = begin; o < end; o++) {
-        const unsigned char *row = m->w + (size_t)o * m->w_stride, *p = row;
+        const unsigned char *row = m->w + (size_t)o * m->w_stride, *soon = row + m->w_stride;
         float lanes[MOST][16];
-        for (int t = 0; t < T; t++)
-            for (int j = 0; j < 16; j++) lanes[t][j] = 0;
-        for (int i = 0; i < m->n; i += step, p += bytes) {
-#if LANES == 16
-            multiplied w = {.at = 0};
-            take(&w, type, row, i / step, m->n);
-#else
+        memset(lanes, 0, sizeof lanes[0] * (size_t)m->T);
+        for (int i = 0; i < m->n; i += step, soon += bytes) {
             taken w;
-            take_step(&w, type, row, i, m->n);
+            take_functions[m->type](&w, row, i, m->n);
+            for (int k = 0; k < bytes; k += 64) PREFETCH_2(soon + k);
+#if LANES == 16
+            multiplied v = {.at = i / group, .scale = load(w.scale)};
+            if (mins) v.min = load(w.min);
+            UNROLL for (int k = 0; k < group / 4; k++) v.q[k] = _mm512_loadu_si512(w.q + 64 * k);
 #endif
-            fetch(p + m->w_stride, (int)bytes);
-            for (int t = 0; t < T; t++) {
+            for (int t = 0; t < m->T; t++) {
                 integers x = first;
                 x.x = (digit *)((float *)(void *)x.x + t * size), x.s += t * size, x.sum += t * size, x.times += t * size;
 #if LANES == 16
-                multiply(&w, x.x, group, shift);
-                store(lanes[t], add_groups(load(lanes[t]), &w, &x, mins, group));
+                multiply(&v, x.x, group);
+                store(lanes[t], add_groups(load(lanes[t]), &v, &x, mins, group));
 #else
-                add_groups(lanes[t], &w, &x, i / group, mins, group, shift);
+                add_groups(lanes[t], &w, &x, i / group, mins, group);
 #endif
             }
         }
-        for (int t = 0; t < T; t++) m->y[t * m->y_stride + o] = add_lanes(lanes[t]);
+        for (int t = 0; t < m->T; t++) m->y[t * m->y_stride + o] = add_lanes(lanes[t]);
     }
 }
-
-/* One function for each type, so that its formula and its sizes are constants there. */
-#if LANES == 16
-#define ONE_TOKEN(type) one_token(type, m, memory, begin, end)
-#else
-#define ONE_TOKEN(type) integer_rows_of(1, type, m, memory, begin, end)
-#endif
-#define FOR_TYPE(name, type) \
-    static NOINLINE TARGET void VERSION(name, ISA)(const product *m, float *memory, int begin, int end) { \
-        if (m->T == 1) ONE_TOKEN(type); \
-        else integer_rows_of(m->T, type, m, memory, begin, end); \
-    }
-FOR_TYPE(q4_0, G4_TYPE_Q4_0)
-FOR_TYPE(q4_1, G4_TYPE_Q4_1)
-FOR_TYPE(q5_0, G4_TYPE_Q5_0)
-FOR_TYPE(q5_1, G4_TYPE_Q5_1)
-FOR_TYPE(q8_0, G4_TYPE_Q8_0)
-FOR_TYPE(q2_k, G4_TYPE_Q2_K)
-FOR_TYPE(q3_k, G4_TYPE_Q3_K)
-FOR_TYPE(q4_k, G4_TYPE_Q4_K)
-FOR_TYPE(q5_k, G4_TYPE_Q5_K)
-FOR_TYPE(q6_k, G4_TYPE_Q6_K)
-FOR_TYPE(iq4_nl, G4_TYPE_IQ4_NL)
-FOR_TYPE(iq4_xs, G4_TYPE_IQ4_XS)
-FOR_TYPE(mxfp4, G4_TYPE_MXFP4)
 
 static TARGET void integer_rows(const product *m, float *memory, int begin, int end) {
-#define ROWS_OF(name) VERSION(name, ISA)
-    static void (*const by_type[G4_N_TYPES])(const product *, float *, int, int) = {
-        [G4_TYPE_Q4_0] = ROWS_OF(q4_0), [G4_TYPE_Q4_1] = ROWS_OF(q4_1), [G4_TYPE_Q5_0] = ROWS_OF(q5_0), [G4_TYPE_Q5_1] = ROWS_OF(q5_1), [G4_TYPE_Q8_0] = ROWS_OF(q8_0),
-        [G4_TYPE_Q2_K] = ROWS_OF(q2_k), [G4_TYPE_Q3_K] = ROWS_OF(q3_k), [G4_TYPE_Q4_K] = ROWS_OF(q4_k), [G4_TYPE_Q5_K] = ROWS_OF(q5_k), [G4_TYPE_Q6_K] = ROWS_OF(q6_k),
-        [G4_TYPE_IQ4_NL] = ROWS_OF(iq4_nl), [G4_TYPE_IQ4_XS] = ROWS_OF(iq4_xs), [G4_TYPE_MXFP4] = ROWS_OF(mxfp4),
-    };
-    by_type[m->type](m, memory, begin, end);
+#if LANES == 16
+#define ONE_TOKEN(name, type) [type] = VERSION(name, ISA),
+    static void (*const one_token_functions[G4_N_TYPES])(const product *, float *, int, int) = {EACH_TYPE(ONE_TOKEN)};
+    if (m->T == 1) {
+        one_token_functions[m->type](m, memory, begin, end);
+        return;
+    }
+#endif
+    if (formats[m->type].group == 32) integer_rows_of(32, m, memory, begin, end);
+    else integer_rows_of(16, m, memory, begin, end);
 }
 
-#if LANES > 4
-/* For many tokens, a lane is a row: 4 neighbouring weights of 16 rows meet the same 4 activations. All that lane l of the 16 of a dot product needs lies together, group
+/* For many tokens, a lane is a row: NEIGHBOURS weights of 16 rows meet the same activations. All that lane l of the 16 of a dot product needs lies together, group
  * after group, both of the weights and of N tokens; and lanes follow in the order in which they are added. */
 static const unsigned char lane_order[16] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
 
 static INLINE int token_groups(int T) { return (T + ROW_TOKENS - 1) / ROW_TOKENS; }
 
-/* Bytes of a group: of N tokens DIGITS digits [N][group], s [N], sum [N] and times [N]; of 16 rows [group / 4][16][4], scale [16], min [16]. */
-static INLINE size_t tokens_bytes(int N, int group) { return (size_t)N * ((size_t)group * DIGITS + 12); }
-static INLINE size_t rows_bytes(int group) { return 16 * (size_t)group + 128; }
+/* Bytes of a group: of N tokens [DIGITS][N][group], s [N], sum [N] and times [N]; of 16 rows [group / NEIGHBOURS][16] in numbers of 32 bits, scale [16], min [16]. */
+static INLINE size_t tokens_bytes(int N, int group) { return (size_t)N * ((size_t)group * X_BYTES + 12); }
+static INLINE size_t rows_bytes(int group) { return 64 * (size_t)group / NEIGHBOURS + 128; }
 
 /* The integers of all tokens, a group of N after the other. The workers share these; temporary [integers_size()] is each one's own. */
 static TARGET void pack_integers(const product *m, float *to, float *temporary, int worker, int workers) {
@@ -1653,8 +1663,10 @@ static TARGET void pack_integers(const product *m, float *to, float *temporary, 
             for (int l = 0; l < 16; l++)
                 for (int k = 0; k < steps; k++, p += tokens_bytes(N, group)) {
                     const int at = 16 * k + lane_order[l], i = at * group;
-                    float *numbers = (float *)(void *)(p + (size_t)N * (size_t)group * DIGITS);
-                    for (int d = 0; d < DIGITS; d++) memcpy(p + (d * N + j) * group, from.x + (i / BYTES * DIGITS + d) * BYTES + i % BYTES, (size_t)group);
+                    float *numbers = (float *)(void *)(p + (size_t)N * (size_t)group * X_BYTES);
+                    for (int d = 0; d < DIGITS; d++) 
+                        for (int c = 0; c < group; c += MIN(group, CHUNK)) /* a chunk may be less than a group */
+                            memcpy((digit *)(void *)p + (d * N + j) * group + c, from.x + ((i + c) / CHUNK * DIGITS + d) * CHUNK + (i + c) % CHUNK, sizeof(digit) * (size_t)MIN(group, CHUNK));
                     numbers[j] = from.s[at], numbers[N + j] = from.sum[at];
                     memcpy(numbers + 2 * N + j, from.times + at, sizeof from.times[at]);
                 }
@@ -1686,10 +1698,10 @@ static INLINE TARGET void pack_rows(unsigned char *to, const product *m, int row
     for (int k = 0; k < steps; k++) {
         taken w[16];
         for (int r = 0; r < 16; r++)
-            if (r < rows) take_step(&w[r], m->type, m->w + (size_t)(row + r) * m->w_stride, k * 16 * group, m->n);
+            if (r < rows) take_functions[m->type](&w[r], m->w + (size_t)(row + r) * m->w_stride, k * 16 * group, m->n);
             else memset(&w[r], 0, sizeof w[r]);
         for (int l = 0; l < 16; l++) {
-            float *numbers = (float *)(void *)(to + (size_t)(l * steps + k) * rows_bytes(group) + 16 * group);
+            float *numbers = (float *)(void *)(to + (size_t)(l * steps + k + 1) * rows_bytes(group) - 128);
             for (int r = 0; r < 16; r++) numbers[r] = w[r].scale[lane_order[l]], numbers[16 + r] = w[r].min[lane_order[l]];
         }
 #if LANES == 16
@@ -1703,36 +1715,40 @@ static INLINE TARGET void pack_rows(unsigned char *to, const product *m, int row
             }
         }
 #else
-        for (int l = 0; l < 16; l++)
-            for (int i = 0; i < group; i += 4)
-                for (int r = 0; r < 16; r++) memcpy(to + (size_t)(l * steps + k) * rows_bytes(group) + 16 * i + 4 * r, w[r].q + lane_order[l] * group + i, 4);
+        for (int l = 0; l < 16; l++) {
+            uint32_t *p = (uint32_t *)(void *)(to + (size_t)(l * steps + k) * rows_bytes(group));
+            for (int i = lane_order[l] * group; i < (lane_order[l] + 1) * group; i += NEIGHBOURS, p += 16)
+                for (int r = 0; r < 16; r++) p[r] = NEIGHBOURS == 1 ? w[r].q[i] : w[r].q[i] | (uint32_t)w[r].q[i + 1] << 16;
+        }
 #endif
     }
 }
 
 /* sums [N][16 rows] of one lane */
-static INLINE TARGET void integer_tile(int N, int group, int shift, int mins, float *sums, const unsigned char *w, const unsigned char *x, int steps) {
+static INLINE TARGET void integer_tile(int N, int group, int mins, float *sums, const unsigned char *w, const unsigned char *x, int steps) {
     UNROLL for (int part = 0; part < PARTS; part++) {
         const unsigned char *wp = w + 4 * LANES * part, *xp = x;
         vec total[ROW_TOKENS];
         UNROLL for (int t = 0; t < N; t++) total[t] = (vec){0};
         for (int k = 0; k < steps; k++, wp += rows_bytes(group), xp += tokens_bytes(N, group)) {
-            const float *numbers = (const float *)(const void *)(xp + N * group * DIGITS);
+            const float *numbers = (const float *)(const void *)(xp + (size_t)N * (size_t)group * X_BYTES);
             ints a[ROW_TOKENS];
             UNROLL for (int t = 0; t < N; t++) a[t] = (ints){0};
             UNROLL for (int d = 0; d < DIGITS; d++) {
                 if (d)
-                    UNROLL for (int t = 0; t < N; t++) a[t] <<= shift;
-                UNROLL for (int i = 0; i < group; i += 4) {
-                    const ints q = load_ints(wp + 16 * i);
+                    UNROLL for (int t = 0; t < N; t++) a[t] <<= SHIFT;
+                UNROLL for (int i = 0; i < group / NEIGHBOURS; i++) {
+                    const ints q = load_ints(wp + 64 * i);
                     UNROLL for (int t = 0; t < N; t++) {
-                        int32_t four;
-                        memcpy(&four, xp + (d * N + t) * group + i, sizeof four);
-                        a[t] = dot4(a[t], q, (ints){0} + four);
+                        int32_t each;
+                        memcpy(&each, xp + ((d * N + t) * group / NEIGHBOURS + i) * 4, sizeof each);
+                        a[t] = dot(a[t], q, (ints){0} + each);
+                        if (DIGITS < 3) KEEP(a[t]); /* gcc would add in another order, of which it does not have the registers */
                     }
                 }
             }
-            const vec scale = load((const float *)(const void *)(wp + 16 * group)), min = load((const float *)(const void *)(wp + 16 * group + 64));
+            const float *own = (const float *)(const void *)(wp + rows_bytes(group) - 128);
+            const vec scale = load(own), min = load(own + 16);
             UNROLL for (int t = 0; t < N; t++) {
                 int32_t times;
                 memcpy(&times, numbers + 2 * N + t, sizeof times);
@@ -1747,7 +1763,7 @@ static INLINE TARGET void integer_tile(int N, int group, int shift, int mins, fl
 
 /* Rows begin .. end - 1 of a product of at most MOST tokens, packed by pack_integers(). work is the thread's own. */
 static INLINE TARGET void packed_rows_of(int group, const product *m, const float *packed, float *work, int begin, int end) {
-    const int shift = formats[m->type].bits, mins = formats[m->type].mins, groups = token_groups(m->T), steps = (int)groups_in(m->n, group) / 16;
+    const int mins = formats[m->type].mins, groups = token_groups(m->T), steps = (int)groups_in(m->n, group) / 16;
     float *waiting = work; /* [MOST][4][16]: sums of 1, 2, 4 and 8 lanes that wait for as many others */
     unsigned char *panel = (unsigned char *)(work + MOST * 64);
     for (int o = begin; o < end; o += 16) {
@@ -1762,13 +1778,14 @@ static INLINE TARGET void packed_rows_of(int group, const product *m, const floa
                 fetch(soon + m->w_stride * (size_t)g / (size_t)groups, (int)(m->w_stride / (size_t)groups));
                 switch (N) {
 #if ROW_TOKENS > 4
-                case 8: integer_tile(8, group, shift, mins, sums, w, x, steps); break;
-                case 7: integer_tile(7, group, shift, mins, sums, w, x, steps); break;
-                case 6: integer_tile(6, group, shift, mins, sums, w, x, steps); break;
-                case 5: integer_tile(5, group, shift, mins, sums, w, x, steps); break;
+                case 8: integer_tile(8, group, mins, sums, w, x, steps); break;
+                case 7: integer_tile(7, group, mins, sums, w, x, steps); break;
+                case 6: integer_tile(6, group, mins, sums, w, x, steps); break;
+                case 5: integer_tile(5, group, mins, sums, w, x, steps); break;
 #endif
-                case 4: integer_tile(4, group, shift, mins, sums, w, x, steps); break;
-                default: integer_tile(3, group, shift, mins, sums, w, x, steps); break;
+                case 4: integer_tile(4, group, mins, sums, w, x, steps); break;
+                case 3: integer_tile(3, group, mins, sums, w, x, steps); break;
+                default: integer_tile(2, group, mins, sums, w, x, steps); break;
                 }
                 for (int j = 0; j < N; j++)
                     UNROLL for (int part = 0; part < PARTS; part++) {
@@ -1777,7 +1794,11 @@ static INLINE TARGET void packed_rows_of(int group, const product *m, const floa
                         for (int done = l; done & 1; done >>= 1, level += 16) sum = load(level) + sum;
                         if (l < 15) store(level, sum);
                         else
-                            for (int r = LANES * part; r < MIN(rows, LANES * (part + 1)); r++) m->y[(size_t)(t + j) * m->y_stride + o + r] = sum[r - LANES * part];
+                            for (int r = LANES * part; r < MIN(rows, LANES * (part + 1)); r++) {
+                                float each[LANES];
+                                store(each, sum);
+                                m->y[(size_t)(t + j) * m->y_stride + o + r] = each[r - LANES * part];
+                            }
                     }
             }
         }
@@ -1787,7 +1808,6 @@ static TARGET void packed_integer_rows(const product *m, const float *packed, fl
     if (formats[m->type].group == 32) packed_rows_of(32, m, packed, work, begin, end);
     else packed_rows_of(16, m, packed, work, begin, end);
 }
-#endif
 
 /* ---- Products --------------------------------------------------------------------------------------------------------------- */
 
@@ -2140,19 +2160,20 @@ static TARGET void sum_over_keys(float *o, const float *p, size_t p_stride, cons
 }
 
 static const kernels table = {.products = product_rows, .pack = pack_tokens, .packed_products = packed_rows, .integers_of = make_integers, .integer_products = integer_rows,
-#if LANES > 4
-                              .pack_as_integers = pack_integers, .packed_integer_products = packed_integer_rows,
-#endif
+                              .pack_as_integers = pack_integers, .packed_integer_products = packed_integer_rows, .weight_bytes = 4 / NEIGHBOURS, .many = LANES == 8 ? 12 : 6,
                               .weighted_sum = sum_over_keys, .softmax = softmax_row, .gelu_mul = gelu_mul_row, .softcap = softcap_row,
                               .norm = norm_row, .rope = rope_row, .exp = exp_row};
 
 #undef PARTS
 #undef KEEP
-#undef DIGITS
+#undef SHIFT
+#undef CHUNK
+#undef X_BYTES
+#undef EACH_TYPE
+#undef TAKE
+#undef TAKE_OF
 #undef ONE_TOKEN
 #undef FOR_TYPE
-#undef ROWS_OF
-#undef BYTES
 #undef HALF
 #undef TO_WIDE
 #undef TO_HALF
