@@ -65,6 +65,7 @@ typedef struct product {
     const float *x;           /* [T][n] */
     size_t x_stride;          /* in floats */
     int T, n;
+    int q16;                  /* quantised weights meet activations of 16 bits */
     int round;                /* results, and weights that are not bfloat16 already, are rounded to bfloat16 */
 } product;
 
@@ -245,6 +246,7 @@ typedef struct taken {
 #define take VERSION(take, ISA)
 #define take_functions VERSION(take_functions, ISA)
 #define multiply VERSION(multiply, ISA)
+#define multiply_by VERSION(multiply_by, ISA)
 #define one_token VERSION(one_token, ISA)
 #define add_groups VERSION(add_groups, ISA)
 #define take_apart VERSION(take_apart, ISA)
@@ -255,6 +257,7 @@ typedef struct taken {
 #define integers_size VERSION(integers_size, ISA)
 #define integers_at VERSION(integers_at, ISA)
 #define make_integers VERSION(make_integers, ISA)
+#define digits_of VERSION(digits_of, ISA)
 #define ints VERSION(ints, ISA)
 #define dot VERSION(dot, ISA)
 #define load_ints VERSION(load_ints, ISA)
@@ -435,7 +438,7 @@ static void matmul(const g4_run *run, float *y, const g4_tensor *W, const float 
     int rows = (int)W->rows, cols = (int)W->cols, bf16 = run->precision == G4_BF16;
     const product m = {.y = y, .y_stride = (size_t)rows, .w = W->data, .w_stride = g4_row_bytes(W), .type = W->type,
                        .widen = W->type != G4_TYPE_BF16 && (W->type != G4_TYPE_F32 || bf16 || !host_is_little()),
-                       .x = x, .x_stride = (size_t)cols, .T = T, .n = cols, .round = bf16};
+                       .x = x, .x_stride = (size_t)cols, .T = T, .n = cols, .round = bf16, .q16 = run->precision == G4_Q16};
     if (W->type > G4_TYPE_BF16 && !bf16) {
         if (run->scratch) matmul_integers(run, &m, rows);
         else g4_backend_scalar.matmul(run, y, W, x, T);
@@ -1403,18 +1406,22 @@ static INLINE integers integers_at(float *p, int n, int group) {
                       .times = (int32_t *)(void *)(p + integers_size(n, group) - groups)};
 }
 
+/* One less for integers of 16 bits, where it takes more than one at all. */
+static INLINE int digits_of(const product *m) { return DIGITS - (m->q16 && DIGITS > 1); }
+
 /* The integers of x [m->n]. */
 static TARGET void make_integers(const product *m, const float *x, float *memory) {
     const g4_type *type = &g4_types[m->type];
     const int group = type->group;
-    const float to_integer = 12582912.0f, limit = (float)((1 << type->bits) - 1);
+    const int digits = digits_of(m);
+    const float to_integer = 12582912.0f, limit = m->q16 ? 32639 : (float)((1 << type->bits) - 1);
     const integers to = integers_at(memory, m->n, group);
     for (int g = 0, i = 0; g < (int)groups_in(m->n, group); g++, i += group) {
-        digit *at = to.x + (size_t)(i / CHUNK) * DIGITS * CHUNK + i % CHUNK;
+        digit *at = to.x + (size_t)(i / CHUNK * digits * CHUNK + i % CHUNK);
         if (i >= m->n) {
             to.s[g] = to.sum[g] = 0, to.times[g] = 0;
             for (int k = 0; k < group; k++)
-                for (int d = 0; d < DIGITS; d++) at[k / CHUNK * CHUNK * DIGITS + k % CHUNK + d * CHUNK] = 0;
+                for (int d = 0; d < digits; d++) at[k / CHUNK * CHUNK * digits + k % CHUNK + d * CHUNK] = 0;
             continue;
         }
         int32_t X[32], max = 0, sum = 0, low[32];
@@ -1423,18 +1430,20 @@ static TARGET void make_integers(const product *m, const float *x, float *memory
             max = bits > max ? bits : max;
         }
         const int finite = max < 0x7f800000, e = MAX(max >> 23, 24) - 126;
-        const float one_over_s = float_of((uint32_t)(127 + type->bits - e) << 23), s = finite ? float_of((uint32_t)(127 + e - type->bits) << 23) : NAN;
+        const float largest = max > (int32_t)bits_of(0x1p-102f) ? float_of((uint32_t)max) : 0x1p-102f;
+        const float one_over_s = m->q16 ? limit / largest : float_of((uint32_t)(127 + type->bits - e) << 23);
+        const float s = !finite ? NAN : m->q16 ? largest / limit : float_of((uint32_t)(127 + e - type->bits) << 23);
         for (int k = 0; k < group; k++) {
             float rounded = ((finite ? x[i + k] : 0) * one_over_s + to_integer) - to_integer;
             rounded = rounded > limit ? limit : rounded;
             X[k] = (int32_t)(rounded < -limit ? -limit : rounded);
             sum += X[k];
         }
-        for (int d = DIGITS - 1; d >= 0; d--)
+        for (int d = digits - 1; d >= 0; d--)
             for (int k = 0; k < group; k++) {
                 low[k] = d ? ((X[k] + (1 << SHIFT >> 1)) & ((1 << SHIFT) - 1)) - (1 << SHIFT >> 1) : X[k];
                 X[k] = (X[k] - low[k]) >> SHIFT;
-                at[k / CHUNK * CHUNK * DIGITS + k % CHUNK + d * CHUNK] = (digit)low[k];
+                at[k / CHUNK * CHUNK * digits + k % CHUNK + d * CHUNK] = (digit)low[k];
             }
         to.s[g] = s, to.sum[g] = (float)sum * s, to.times[g] = sum * formats[m->type].offset;
     }
@@ -1480,15 +1489,20 @@ static INLINE TARGET void take(multiplied *m, g4_dtype type, const unsigned char
     }
 }
 
-static INLINE TARGET void multiply(multiplied *m, const digit *x, int group) {
-    x += (size_t)m->at * (size_t)group * DIGITS;
-    __asm__("" : "+r"(x)); /* one address, not one for each of the loads below */
-    UNROLL for (int i = 0; i < group / 4; i++, x += DIGITS * CHUNK) {
+static INLINE TARGET void multiply_by(int digits, multiplied *m, const digit *x, int group) {
+    UNROLL for (int i = 0; i < group / 4; i++, x += digits * CHUNK) {
         const ints q = (ints)m->q[i];
         ints s = dot((ints){0}, q, load_ints(x));
-        UNROLL for (int d = 1; d < DIGITS; d++) s = dot(s << SHIFT, q, load_ints(x + d * CHUNK));
+        UNROLL for (int d = 1; d < digits; d++) s = dot(s << SHIFT, q, load_ints(x + d * CHUNK));
         m->product[i] = (__m512i)s;
     }
+}
+
+static INLINE TARGET void multiply(int digits, multiplied *m, const digit *x, int group) {
+    x += m->at * group * digits;
+    __asm__("" : "+r"(x)); /* one address, not one for each of the loads */
+    if (digits == 3) multiply_by(3, m, x, group);
+    else multiply_by(2, m, x, group);
 }
 
 /* lane [16] + what a step adds to it */
@@ -1516,7 +1530,7 @@ static INLINE TARGET void one_token(g4_dtype type, const product *m, float *memo
     enum { SOME = 32, AHEAD = 3 };
     const format *f = &formats[type];
     const int group = f->group, mins = f->mins, steps = (int)groups_in(m->n, group) / 16, parts = (16 * group * steps + 4095) / 4096;
-    const int bytes = 16 * group / f->block * f->bytes;
+    const int bytes = 16 * group / f->block * f->bytes, digits = digits_of(m);
     const integers x = integers_at(memory, m->n, group);
     for (int o = begin; o < end; o += SOME) {
         const int rows = MIN(SOME, end - o);
@@ -1526,7 +1540,7 @@ static INLINE TARGET void one_token(g4_dtype type, const product *m, float *memo
             const unsigned char *row = m->w + (size_t)o * m->w_stride;
             multiplied last, next = {.at = 0};
             take(&last, type, row, from, m->n);
-            multiply(&last, x.x, group);
+            multiply(digits, &last, x.x, group);
             for (int r = 0; r < rows; r++) {
                 vec lane = part ? load(lanes[r]) : (vec){0};
                 /* After these rows comes their next part, after the last part the next rows. */
@@ -1537,7 +1551,7 @@ static INLINE TARGET void one_token(g4_dtype type, const product *m, float *memo
                     UNROLL for (int i = 0; i < bytes; i += 64) PREFETCH_2(soon + (step - 1) * bytes + i);
                     if (first && r + 1 < rows) row += m->w_stride;
                     take(&next, type, row, first ? from : step, m->n);
-                    multiply(&next, x.x, group);
+                    multiply(digits, &next, x.x, group);
                     lane = add_groups(lane, &last, &x, mins, group);
                     last = next;
                 }
@@ -1553,17 +1567,18 @@ static INLINE TARGET void one_token(g4_dtype type, const product *m, float *memo
 EACH_TYPE(FOR_TYPE)
 #else
 /* to [16] = the sums of the groups of a step */
-static INLINE TARGET void group_sums(int32_t *to, const uint8_t *w, const digit *x, int group) {
+static INLINE TARGET void group_sums(int digits, int32_t *to, const uint8_t *w, const digit *x, int group) {
 #if LANES == 8
     UNROLL for (int i = 0; i < 2; i++) {
         __m256i a[8];
         UNROLL for (int g = 0; g < 8; g++) {
             ints high = {0}, low = {0};
-            UNROLL for (int k = 0; k < group; k += 16, w += 16, x += 2 * CHUNK) {
+            UNROLL for (int k = 0; k < group; k += 16, w += 16, x += digits * CHUNK) {
                 const ints q = (ints)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(const void *)w));
-                high = dot(high, q, load_ints(x)), low = dot(low, q, load_ints(x + CHUNK));
+                low = dot(low, q, load_ints(x + (digits - 1) * CHUNK));
+                if (digits > 1) high = dot(high, q, load_ints(x));
             }
-            a[g] = (__m256i)((high << SHIFT) + low);
+            a[g] = (__m256i)(digits > 1 ? (high << SHIFT) + low : low);
         }
         __m256i first = _mm256_hadd_epi32(_mm256_hadd_epi32(a[0], a[1]), _mm256_hadd_epi32(a[2], a[3]));
         __m256i second = _mm256_hadd_epi32(_mm256_hadd_epi32(a[4], a[5]), _mm256_hadd_epi32(a[6], a[7]));
@@ -1571,6 +1586,7 @@ static INLINE TARGET void group_sums(int32_t *to, const uint8_t *w, const digit 
         _mm256_storeu_si256((__m256i *)(void *)(to + 8 * i), first);
     }
 #else
+    (void)digits;
     for (int g = 0; g < 16; g++, w += group, x += group) {
         uint32_t sum = 0;
         for (int k = 0; k < group; k++) sum += w[k] * (uint32_t)x[k];
@@ -1580,9 +1596,10 @@ static INLINE TARGET void group_sums(int32_t *to, const uint8_t *w, const digit 
 }
 
 /* lane [16] += a step of a row by a token, whose step's first group is `at` */
-static INLINE TARGET void add_groups(float *lane, const taken *w, const integers *x, int at, int mins, int group) {
+static INLINE TARGET void add_groups(int digits, float *lane, const taken *w, const integers *x, int at, int mins, int group) {
     int32_t sums[16];
-    group_sums(sums, w->q, x->x + (size_t)at * (size_t)group * DIGITS, group);
+    if (digits == 2) group_sums(2, sums, w->q, x->x + at * group * 2, group);
+    else group_sums(1, sums, w->q, x->x + at * group, group);
     UNROLL for (int p = 0; p < PARTS; p++) {
         ints s, times;
         memcpy(&s, sums + p * LANES, sizeof s);
@@ -1597,7 +1614,7 @@ static INLINE TARGET void add_groups(float *lane, const taken *w, const integers
 /* Rows begin .. end - 1 for up to MOST tokens, whose integers lie one after the other. */
 static INLINE TARGET void integer_rows_of(int group, const product *m, float *memory, int begin, int end) {
     const format *f = &formats[m->type];
-    const int step = 16 * group, mins = f->mins, bytes = step / f->block * f->bytes;
+    const int step = 16 * group, mins = f->mins, bytes = step / f->block * f->bytes, digits = digits_of(m);
     const size_t size = integer_tokens(m->n);
     const integers first = integers_at(memory, m->n, group);
     for (int o = begin; o < end; o++) {
@@ -1617,10 +1634,10 @@ static INLINE TARGET void integer_rows_of(int group, const product *m, float *me
                 integers x = first;
                 x.x = (digit *)((float *)(void *)x.x + t * size), x.s += t * size, x.sum += t * size, x.times += t * size;
 #if LANES == 16
-                multiply(&v, x.x, group);
+                multiply(digits, &v, x.x, group);
                 store(lanes[t], add_groups(load(lanes[t]), &v, &x, mins, group));
 #else
-                add_groups(lanes[t], &w, &x, i / group, mins, group);
+                add_groups(digits, lanes[t], &w, &x, i / group, mins, group);
 #endif
             }
         }
@@ -1647,13 +1664,14 @@ static const unsigned char lane_order[16] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5,
 
 static INLINE int token_groups(int T) { return (T + ROW_TOKENS - 1) / ROW_TOKENS; }
 
-/* Bytes of a group: of N tokens [DIGITS][N][group], s [N], sum [N] and times [N]; of 16 rows [group / NEIGHBOURS][16] in numbers of 32 bits, scale [16], min [16]. */
-static INLINE size_t tokens_bytes(int N, int group) { return (size_t)N * ((size_t)group * X_BYTES + 12); }
+/* Bytes of a group: of N tokens [digits][N][group], s [N], sum [N] and times [N]; of 16 rows [group / NEIGHBOURS][16] in numbers of 32 bits, scale [16], min [16]. */
+static INLINE size_t tokens_bytes(int digits, int N, int group) { return (size_t)N * ((size_t)(group * digits) * sizeof(digit) + 12); }
 static INLINE size_t rows_bytes(int group) { return 64 * (size_t)group / NEIGHBOURS + 128; }
 
 /* The integers of all tokens, a group of N after the other. The workers share these; temporary [integers_size()] is each one's own. */
 static TARGET void pack_integers(const product *m, float *to, float *temporary, int worker, int workers) {
     const int group = formats[m->type].group, groups = token_groups(m->T), steps = (int)groups_in(m->n, group) / 16;
+    const int digits = digits_of(m);
     const integers from = integers_at(temporary, m->n, group);
     for (int g = worker; g < groups; g += workers) {
         const int t = m->T * g / groups, N = m->T * (g + 1) / groups - t;
@@ -1661,12 +1679,12 @@ static TARGET void pack_integers(const product *m, float *to, float *temporary, 
             unsigned char *p = (unsigned char *)(to + (size_t)t * integer_tokens(m->n));
             make_integers(m, m->x + (size_t)(t + j) * m->x_stride, temporary);
             for (int l = 0; l < 16; l++)
-                for (int k = 0; k < steps; k++, p += tokens_bytes(N, group)) {
+                for (int k = 0; k < steps; k++, p += tokens_bytes(digits, N, group)) {
                     const int at = 16 * k + lane_order[l], i = at * group;
-                    float *numbers = (float *)(void *)(p + (size_t)N * (size_t)group * X_BYTES);
-                    for (int d = 0; d < DIGITS; d++) 
+                    float *numbers = (float *)(void *)(p + (size_t)(N * group * digits) * sizeof(digit));
+                    for (int d = 0; d < digits; d++)
                         for (int c = 0; c < group; c += MIN(group, CHUNK)) /* a chunk may be less than a group */
-                            memcpy((digit *)(void *)p + (d * N + j) * group + c, from.x + ((i + c) / CHUNK * DIGITS + d) * CHUNK + (i + c) % CHUNK, sizeof(digit) * (size_t)MIN(group, CHUNK));
+                            memcpy((digit *)(void *)p + (d * N + j) * group + c, from.x + ((i + c) / CHUNK * digits + d) * CHUNK + (i + c) % CHUNK, sizeof(digit) * (size_t)MIN(group, CHUNK));
                     numbers[j] = from.s[at], numbers[N + j] = from.sum[at];
                     memcpy(numbers + 2 * N + j, from.times + at, sizeof from.times[at]);
                 }
@@ -1725,16 +1743,16 @@ static INLINE TARGET void pack_rows(unsigned char *to, const product *m, int row
 }
 
 /* sums [N][16 rows] of one lane */
-static INLINE TARGET void integer_tile(int N, int group, int mins, float *sums, const unsigned char *w, const unsigned char *x, int steps) {
+static INLINE TARGET void integer_tile(int digits, int N, int group, int mins, float *sums, const unsigned char *w, const unsigned char *x, int steps) {
     UNROLL for (int part = 0; part < PARTS; part++) {
         const unsigned char *wp = w + 4 * LANES * part, *xp = x;
         vec total[ROW_TOKENS];
         UNROLL for (int t = 0; t < N; t++) total[t] = (vec){0};
-        for (int k = 0; k < steps; k++, wp += rows_bytes(group), xp += tokens_bytes(N, group)) {
-            const float *numbers = (const float *)(const void *)(xp + (size_t)N * (size_t)group * X_BYTES);
+        for (int k = 0; k < steps; k++, wp += rows_bytes(group), xp += tokens_bytes(digits, N, group)) {
+            const float *numbers = (const float *)(const void *)(xp + (size_t)(N * group * digits) * sizeof(digit));
             ints a[ROW_TOKENS];
             UNROLL for (int t = 0; t < N; t++) a[t] = (ints){0};
-            UNROLL for (int d = 0; d < DIGITS; d++) {
+            UNROLL for (int d = 0; d < digits; d++) {
                 if (d)
                     UNROLL for (int t = 0; t < N; t++) a[t] <<= SHIFT;
                 UNROLL for (int i = 0; i < group / NEIGHBOURS; i++) {
@@ -1762,7 +1780,7 @@ static INLINE TARGET void integer_tile(int N, int group, int mins, float *sums, 
 }
 
 /* Rows begin .. end - 1 of a product of at most MOST tokens, packed by pack_integers(). work is the thread's own. */
-static INLINE TARGET void packed_rows_of(int group, const product *m, const float *packed, float *work, int begin, int end) {
+static INLINE TARGET void packed_rows_of(int digits, int group, const product *m, const float *packed, float *work, int begin, int end) {
     const int mins = formats[m->type].mins, groups = token_groups(m->T), steps = (int)groups_in(m->n, group) / 16;
     float *waiting = work; /* [MOST][4][16]: sums of 1, 2, 4 and 8 lanes that wait for as many others */
     unsigned char *panel = (unsigned char *)(work + MOST * 64);
@@ -1773,19 +1791,19 @@ static INLINE TARGET void packed_rows_of(int group, const product *m, const floa
             const unsigned char *w = panel + (size_t)(l * steps) * rows_bytes(group), *soon = m->w + (size_t)(o + 16 + l) * m->w_stride;
             for (int g = 0; g < groups; g++) {
                 const int t = m->T * g / groups, N = m->T * (g + 1) / groups - t;
-                const unsigned char *x = (const unsigned char *)(packed + (size_t)t * integer_tokens(m->n)) + (size_t)(l * steps) * tokens_bytes(N, group);
+                const unsigned char *x = (const unsigned char *)(packed + (size_t)t * integer_tokens(m->n)) + (size_t)(l * steps) * tokens_bytes(digits, N, group);
                 float sums[ROW_TOKENS * 16];
                 fetch(soon + m->w_stride * (size_t)g / (size_t)groups, (int)(m->w_stride / (size_t)groups));
                 switch (N) {
 #if ROW_TOKENS > 4
-                case 8: integer_tile(8, group, mins, sums, w, x, steps); break;
-                case 7: integer_tile(7, group, mins, sums, w, x, steps); break;
-                case 6: integer_tile(6, group, mins, sums, w, x, steps); break;
-                case 5: integer_tile(5, group, mins, sums, w, x, steps); break;
+                case 8: integer_tile(digits, 8, group, mins, sums, w, x, steps); break;
+                case 7: integer_tile(digits, 7, group, mins, sums, w, x, steps); break;
+                case 6: integer_tile(digits, 6, group, mins, sums, w, x, steps); break;
+                case 5: integer_tile(digits, 5, group, mins, sums, w, x, steps); break;
 #endif
-                case 4: integer_tile(4, group, mins, sums, w, x, steps); break;
-                case 3: integer_tile(3, group, mins, sums, w, x, steps); break;
-                default: integer_tile(2, group, mins, sums, w, x, steps); break;
+                case 4: integer_tile(digits, 4, group, mins, sums, w, x, steps); break;
+                case 3: integer_tile(digits, 3, group, mins, sums, w, x, steps); break;
+                default: integer_tile(digits, 2, group, mins, sums, w, x, steps); break;
                 }
                 for (int j = 0; j < N; j++)
                     UNROLL for (int part = 0; part < PARTS; part++) {
@@ -1805,8 +1823,16 @@ static INLINE TARGET void packed_rows_of(int group, const product *m, const floa
     }
 }
 static TARGET void packed_integer_rows(const product *m, const float *packed, float *work, int begin, int end) {
-    if (formats[m->type].group == 32) packed_rows_of(32, m, packed, work, begin, end);
-    else packed_rows_of(16, m, packed, work, begin, end);
+    const int group = formats[m->type].group;
+#if DIGITS > 1
+    if (m->q16) {
+        if (group == 32) packed_rows_of(DIGITS - 1, 32, m, packed, work, begin, end);
+        else packed_rows_of(DIGITS - 1, 16, m, packed, work, begin, end);
+        return;
+    }
+#endif
+    if (group == 32) packed_rows_of(DIGITS, 32, m, packed, work, begin, end);
+    else packed_rows_of(DIGITS, 16, m, packed, work, begin, end);
 }
 
 /* ---- Products --------------------------------------------------------------------------------------------------------------- */

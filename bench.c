@@ -19,6 +19,8 @@
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
 
+const char *const precision_names[] = {"f32", "bf16", "q16"};
+
 /* ---- Part 1: the profile ------------------------------------------------------------------------------------------------- */
 
 /* The lines of the table, in the order of the forward pass. */
@@ -837,7 +839,7 @@ static void put_rate(const char *name, const rate *r) { printf("\"%s\": {\"best\
 static void put_heading(const stage *s) {
     const bench_options *o = s->o;
     const machine *m = &s->machine;
-    const char *weights = g4_types[s->lanes[0].model->layers[0].q_proj.type].name, *precision = o->state.precision == G4_BF16 ? "bf16" : "f32";
+    const char *weights = g4_types[s->lanes[0].model->layers[0].q_proj.type].name, *precision = precision_names[o->state.precision];
     if (o->json) {
         printf("{\"model\": ");
         put_json_string(o->path, strlen(o->path));

@@ -45,6 +45,8 @@ int bench(g4_model *const *models, int n, const bench_options *o, g4_error *err)
 /* Opening the file at o->path, a matrix-vector product of each type of weights, and with o->full attention over a million keys, by the model's backend. */
 int bench_kernels(const g4_model *model, const bench_options *o, g4_error *err);
 
+extern const char *const precision_names[]; /* by g4_precision */
+
 /* -- what bench.c uses of main.c -- */
 
 double seconds(void);             /* of a clock that never goes back */

@@ -244,9 +244,10 @@ static float dot_row(const g4_run *run, const g4_tensor *W, int64_t row, const f
  * With 21 bits (19 where q has 8) this is as exact as float32 sums are; README, "Quantised weights", has both errors.
  */
 
-/* X [n] and s for x [n]. A group that is not finite gets NaN for s; X keeps fewer bits where all of x is below 2^-102, so that 1 / s is a float. */
-static float to_integers(int32_t *X, const float *x, int n, int bits) {
-    const float to_integer = 12582912.0f, limit = (float)((1 << bits) - 1); /* 1.5 * 2^23: adding it rounds to an integer, ties to even */
+/* X [n] and s for x [n]. A group that is not finite gets NaN for s; X keeps fewer bits where all of x is below 2^-102, so that 1 / s is a float. In q16
+ * precision X is at most what two signed bytes hold, and s no power of two: the largest of x gets exactly that, since here each bit counts. */
+static float to_integers(const g4_run *run, int32_t *X, const float *x, int n, int bits) {
+    const float to_integer = 12582912.0f, limit = run->precision == G4_Q16 ? 32639 : (float)((1 << bits) - 1); /* 1.5 * 2^23: adding it rounds to an integer, ties to even */
     uint32_t max = 0;
     for (int i = 0; i < n; i++) {
         uint32_t magnitude;
@@ -254,12 +255,16 @@ static float to_integers(int32_t *X, const float *x, int n, int bits) {
         max = MAX(max, magnitude & 0x7fffffff); /* positive floats are ordered as their bits are */
     }
     int finite = max < 0x7f800000, e = MAX((int)(max >> 23), 24) - 126; /* |x| < 2^e */
-    float one_over_s = (float)power_of_two(bits - e);
+    float one_over_s = (float)power_of_two(bits - e), s = (float)power_of_two(e - bits);
+    if (run->precision == G4_Q16) {
+        float largest = MAX(float_of_bits(max), 0x1p-102f);
+        one_over_s = limit / largest, s = largest / limit;
+    }
     for (int i = 0; i < n; i++) {
         float rounded_x = finite ? (x[i] * one_over_s + to_integer) - to_integer : 0;
         X[i] = (int32_t)MAX(-limit, MIN(limit, rounded_x));
     }
-    return finite ? (float)power_of_two(e - bits) : NAN;
+    return finite ? s : NAN;
 }
 
 /* y [T][rows] = W x. Rows are taken SOME at a time, so that their activations are made integers once. */
@@ -267,7 +272,6 @@ static void matmul_quantised(const g4_run *run, float *y, const g4_tensor *W, co
     enum { SOME = 32 };
     const g4_type *type = &g4_types[W->type];
     const int rows = (int)W->rows, cols = (int)W->cols, group = type->group;
-    (void)run;
 #pragma omp parallel for schedule(static) num_threads(run->threads)
     for (int first = 0; first < rows; first += SOME)
         for (int t = 0; t < T; t++) {
@@ -277,7 +281,7 @@ static void matmul_quantised(const g4_run *run, float *y, const g4_tensor *W, co
                 int32_t X[256], sum_X[16] = {0};
                 float s[16];
                 for (int g = 0; g < type->block / group; g++) {
-                    s[g] = to_integers(X + g * group, x + (size_t)t * cols + i + g * group, group, type->bits);
+                    s[g] = to_integers(run, X + g * group, x + (size_t)t * cols + i + g * group, group, type->bits);
                     for (int k = 0; k < group; k++) sum_X[g] += X[g * group + k];
                 }
                 for (int r = 0; r < some; r++) {
@@ -315,7 +319,7 @@ static void embed(const g4_run *run, float *y, const g4_tensor *table, const int
 
 static void matmul(const g4_run *run, float *y, const g4_tensor *W, const float *x, int T) {
     int rows = (int)W->rows, cols = (int)W->cols;
-    if (g4_types[W->type].unpack && run->precision == G4_F32) {
+    if (g4_types[W->type].unpack && run->precision != G4_BF16) {
         matmul_quantised(run, y, W, x, T);
         return;
     }
@@ -992,7 +996,7 @@ static g4_state *begin_state(const g4_model *model, const g4_state_options *opti
     if (o.chunk < 1 || o.chunk > 65536) return g4_fail(err, "chunk %d is not in 1..65536", o.chunk), NULL;
     if (o.n_seqs < 1 || o.n_seqs > 65536) return g4_fail(err, "n_seqs %d is not in 1..65536", o.n_seqs), NULL;
     if (o.threads < 1 || o.threads > 1024) return g4_fail(err, "threads %d is not in 1..1024", o.threads), NULL;
-    if (o.precision != G4_F32 && o.precision != G4_BF16) return g4_fail(err, "precision %d is neither G4_F32 nor G4_BF16", (int)o.precision), NULL;
+    if (o.precision != G4_F32 && o.precision != G4_BF16 && o.precision != G4_Q16) return g4_fail(err, "precision %d is none of G4_F32, G4_BF16, G4_Q16", (int)o.precision), NULL;
     o.chunk = (int)MIN((int64_t)o.chunk, (int64_t)o.ctx * o.n_seqs);
     g4_state *s = calloc(1, sizeof *s);
     if (s) {

@@ -83,8 +83,9 @@ typedef struct g4_error {
 } g4_error;
 
 typedef enum g4_precision {
-    G4_F32, /* activations in float32: the oracle's arithmetic */
-    G4_BF16 /* rounds to bfloat16 where transformers with dtype=bfloat16 does; sums stay float32 */
+    G4_F32,  /* activations in float32: the oracle's arithmetic */
+    G4_BF16, /* rounds to bfloat16 where transformers with dtype=bfloat16 does; sums stay float32 */
+    G4_Q16   /* as G4_F32, but beside quantised weights an activation has 16 bits: faster. Without such weights it is G4_F32 */
 } g4_precision;
 
 /* What the system is asked to read ahead of the first token from a mapped checkpoint. Advice: no bit depends on it. */
@@ -463,7 +464,7 @@ typedef struct g4_type {
     int block, bytes;  /* elements of a block, and the bytes that they take */
     /* of quantised types; 0 for floats */
     int group;         /* weights that share a scale: 16 or 32 */
-    int bits;          /* an activation that meets them becomes an integer below 2^bits: then no sum of a group's products leaves 32 bits */
+    int bits;          /* an activation that meets them becomes an integer below 2^bits (G4_Q16: 15): then no sum of a group's products leaves 32 bits */
     int mins;          /* there are minimums; else unpack leaves them alone */
     void (*widen)(float *w, const unsigned char *p, int n);    /* floats: w [n] = the elements at p, exact */
     void (*unpack)(g4_block *to, const unsigned char *p);      /* the others: one block */

@@ -204,6 +204,13 @@ static void prepare_system(int *argc, char ***argv) {
 }
 #endif
 
+/* -1: there is no such precision */
+static int precision_of(const char *name) {
+    for (int i = 0; i < 3; i++)
+        if (!strcmp(name, precision_names[i])) return i;
+    return -1;
+}
+
 /* ---- Options ------------------------------------------------------------------------------------------------------------- */
 
 enum { DRAFT_TOKENS = 8 }; /* --speculate */
@@ -287,7 +294,7 @@ static const option options[] = {
     {NULL, "--ctx", "N", INTEGER, AT(ctx), 1, INT_MAX, SIZED,
      "positions for the prompt and new tokens (4096 or what the model allows; logits, trace, hash, score: the prompt)"},
     {NULL, "--chunk", "N", INTEGER, AT(chunk), 1, 65536, SIZED, "prompt tokens computed at once (128); changes speed and memory, never a bit"},
-    {NULL, "--precision", "f32|bf16", TEXT, AT(precision), 0, 0, SIZED, "bf16 rounds where transformers with dtype=bfloat16 does (f32)"},
+    {NULL, "--precision", "f32|bf16|q16", TEXT, AT(precision), 0, 0, SIZED, "bf16 rounds where transformers with dtype=bfloat16 does; q16: 16 bits beside quantised weights, faster (f32)"},
     {NULL, "--no-mmap", NULL, FLAG, AT(no_mmap), 0, 0, SIZED, "read the weights into memory instead of mapping them"},
     {NULL, "--family", "small|large", TEXT, AT(family), 0, 0, TEMPLATE, "Google's template for E2B and E4B, or for the larger models; MODEL is not opened"},
     {NULL, "--prefetch", "none|head|all", TEXT, AT(prefetch), 0, 0, SIZED,
@@ -543,8 +550,8 @@ typedef struct session {
 static session open_model(const arguments *a) {
     session s = {0};
     g4_error err;
-    if (a->precision && strcmp(a->precision, "f32") && strcmp(a->precision, "bf16"))
-        fatal("--precision: expected f32 or bf16, found \"%s\"", a->precision);
+    if (a->precision && precision_of(a->precision) < 0)
+        fatal("--precision: expected f32, bf16 or q16, found \"%s\"", a->precision);
     s.path = model_path(a);
     double next = seconds() + 1; /* when progress is shown */
     static const char *const modes[] = {"auto", "none", "head", "all"}; /* g4_prefetch */
@@ -565,7 +572,7 @@ static g4_state_options state_options(const arguments *a, int ctx) {
     return (g4_state_options){.ctx = a->ctx > 0 ? (int)a->ctx : ctx,
                               .chunk = a->chunk > 0 ? (int)a->chunk : 0,
                               .threads = a->threads > 0 ? (int)a->threads : 0,
-                              .precision = a->precision && !strcmp(a->precision, "bf16") ? G4_BF16 : G4_F32};
+                              .precision = a->precision ? (g4_precision)precision_of(a->precision) : G4_F32};
 }
 
 /* Raw text gets one BOS, and never a second when it begins with one. */
@@ -639,7 +646,7 @@ static session open_session(const arguments *a, int flags) {
     const char *built = " (built without OpenMP: one is used)";
 #endif
     note("%s: backend %s, threads %d%s, %s, context %d", s.path, g4_model_backend(s.model), got->threads, built,
-         got->precision == G4_BF16 ? "bf16" : "f32", s.ctx);
+         precision_names[got->precision], s.ctx);
     return s;
 }
 
@@ -1003,7 +1010,7 @@ static int write_trace(session *s, const char *path, const char *glob, float *lo
     trace_file *f = trace_open(s->prompt.data, (int)s->prompt.n, glob, err);
     if (!f) return -1;
     snprintf(metadata, sizeof metadata, "{\"program\":\"gemma4.c %s\",\"backend\":\"%s\",\"precision\":\"%s\"}", G4_VERSION,
-             g4_model_backend(s->model), g4_state_get_options(s->state)->precision == G4_BF16 ? "bf16" : "f32");
+             g4_model_backend(s->model), precision_names[g4_state_get_options(s->state)->precision]);
     g4_set_trace(s->state, trace_layout, f);
     int failed = g4_forward(s->state, &row, 1, logits, err) || g4_truncate(s->state, 0, 0, err) || trace_start(f, path, metadata, err);
     if (!failed) {
@@ -1392,7 +1399,7 @@ static session open_conversation(const arguments *a, int n_seqs, g4_chat_family 
     s.ctx = got->ctx;
     s.chunk = got->chunk;
     note("%s: backend %s, threads %d, %s, context %d%s, template for the %s models", s.path, g4_model_backend(s.model), got->threads,
-         got->precision == G4_BF16 ? "bf16" : "f32", s.ctx, n_seqs > 1 ? " for each answer" : "", *family == G4_CHAT_SMALL ? "small" : "large");
+         precision_names[got->precision], s.ctx, n_seqs > 1 ? " for each answer" : "", *family == G4_CHAT_SMALL ? "small" : "large");
     return s;
 }
 

@@ -236,7 +236,7 @@ static int check_file(const g4_state *s, const g4_file *f, const char *path, g4_
     if (get32(p + 8) != VERSION)
         return g4_fail(err, "%s: version %lu of the format; this program reads version %d: save it anew", path, (unsigned long)get32(p + 8), VERSION);
     if (get32(p + 12) != (uint32_t)o->precision)
-        return g4_fail(err, "%s: saved with precision %lu (0 f32, 1 bf16), but this state computes with %d", path, (unsigned long)get32(p + 12), (int)o->precision);
+        return g4_fail(err, "%s: saved with precision %lu (0 f32, 1 bf16, 2 q16), but this state computes with %d", path, (unsigned long)get32(p + 12), (int)o->precision);
     if (get64(p + 16) != fingerprint(m))
         return g4_fail(err, "%s: saved by another model: its fingerprint is %016llx, this one's %016llx", path, (unsigned long long)get64(p + 16),
                        (unsigned long long)fingerprint(m));

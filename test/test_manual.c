@@ -272,7 +272,7 @@ static void test_bash(void) {
     expect_bash("info --backend sc", "scalar\n");
     expect_bash("info --backend = sc", "scalar\n");
     expect_bash("nosuch -", "\n");
-    expect_bash("run --precision ''", "f32\nbf16\n");
+    expect_bash("run --precision ''", "f32\nbf16\nq16\n");
     expect_bash("run --speculate ''", "off\n");
 }
 
@@ -315,7 +315,7 @@ static void test_zsh(void) {
     }
     CHECK(!zsh("diff ''") && strstr(out, "\n*:file:_files\n"), "zsh: diff takes files: %s", out);
     CHECK(!zsh("help ''") && strstr(out, "\n:command:(run tokenize "), "zsh: help takes commands: %s", out);
-    CHECK(!zsh("info ''") && strstr(out, "]:NAME:(") && strstr(out, "scalar") && strstr(out, "]:f32|bf16:(f32 bf16)\n"), "zsh: values: %s", out);
+    CHECK(!zsh("info ''") && strstr(out, "]:NAME:(") && strstr(out, "scalar") && strstr(out, "]:f32|bf16|q16:(f32 bf16 q16)\n"), "zsh: values: %s", out);
     CHECK(!zsh("chat ''") && strstr(out, "]:N|off:(  off)\n"), "zsh: words in capitals are no values: %s", out);
     CHECK(!zsh("run ''") && strstr(out, "]::FILE:_files\n") && strstr(out, "]:FILE:_files\n"), "zsh: files: %s", out);
 }

@@ -13,7 +13,7 @@ VERSION = "0.1.0"  # G4_VERSION, which the library must have too
 
 # fmt: off
 CONSTANTS = {
-    "G4_F32": 0, "G4_BF16": 1,
+    "G4_F32": 0, "G4_BF16": 1, "G4_Q16": 2,
     "G4_PREFETCH_AUTO": 0, "G4_PREFETCH_NONE": 1, "G4_PREFETCH_HEAD": 2, "G4_PREFETCH_ALL": 3,
     "G4_SLIDING_ATTENTION": 0, "G4_FULL_ATTENTION": 1,
     "G4_PLAIN_TEXT": 1, "G4_SKIP_SPECIAL": 1,

@@ -19,6 +19,8 @@ from . import _c
 from .base import Handle, Ids, Path, address, c_path, c_string, checked, error, id_array, taken_ids, whole
 from .sampling import Sampling, sample
 
+PRECISIONS = ("f32", "bf16", "q16")  # by g4_precision
+
 
 @dataclass(frozen=True)
 class LayerConfig:
@@ -138,7 +140,7 @@ class State:
     """The tokens and K/V caches of some sequences, which are numbered from 0.
 
     ctx: positions of a sequence (0: min(max_position_embeddings, 4096)); chunk: rows computed at once (0: 128); n_seqs: sequences (0: 1);
-    threads (0: one per processor); precision: "f32", or "bf16", which rounds where transformers with dtype=bfloat16 does. None of them but precision
+    threads (0: one per processor); precision: "f32"; "bf16", which rounds where transformers with dtype=bfloat16 does; "q16", faster with quantised weights. None of them but precision
     changes a bit of any result.
     """
 
@@ -165,7 +167,7 @@ class State:
         self.chunk: int = got.chunk
         self.n_seqs: int = got.n_seqs
         self.threads: int = got.threads
-        self.precision = ("f32", "bf16")[got.precision]
+        self.precision = PRECISIONS[got.precision]
         self._ids: list[list[int]] = [[] for _ in range(self.n_seqs)]
         self._engine: weakref.ref[Handle] | None = None  # what the sequences belong to until it is closed or gone
 
@@ -350,8 +352,8 @@ class State:
 
 
 def _state_options(ctx: int, chunk: int, n_seqs: int, threads: int, precision: str) -> _c.g4_state_options:
-    if precision not in ("f32", "bf16"):
-        raise ValueError(f'precision: expected "f32" or "bf16", found {precision!r}')
+    if precision not in PRECISIONS:
+        raise ValueError(f'precision: expected "f32", "bf16" or "q16", found {precision!r}')
     return _c.g4_state_options(ctx=whole(ctx, "ctx"), chunk=whole(chunk, "chunk"), n_seqs=whole(n_seqs, "n_seqs"), threads=whole(threads, "threads"),
                                precision=_c.CONSTANTS["G4_" + precision.upper()])
 
