@@ -257,7 +257,10 @@ typedef struct taken {
 #define integers_size VERSION(integers_size, ISA)
 #define integers_at VERSION(integers_at, ISA)
 #define make_integers VERSION(make_integers, ISA)
+#define make_integers_of VERSION(make_integers_of, ISA)
 #define digits_of VERSION(digits_of, ISA)
+#define digits_vec VERSION(digits_vec, ISA)
+#define greater VERSION(greater, ISA)
 #define ints VERSION(ints, ISA)
 #define dot VERSION(dot, ISA)
 #define load_ints VERSION(load_ints, ISA)
@@ -711,6 +714,8 @@ typedef struct bytes32 {
 #define TO_WIDE(x) __builtin_convertvector(x, wide)
 #define TO_HALF(x) __builtin_convertvector(x, half_vec)
 #define TO_VEC(x) __builtin_convertvector(x, vec)
+#define TO_INTS(x) __builtin_convertvector(x, ints)
+#define VEC_SELECT(m, a, b) ((vec)(((m) & (ints)(a)) | (~(m) & (ints)(b))))
 #define BITS(type, x) ((type)(x))
 #else
 #define HALF 1
@@ -725,6 +730,8 @@ typedef int wide_mask;
 #define TO_WIDE(x) ((wide)(x))
 #define TO_HALF(x) ((half_vec)(x))
 #define TO_VEC(x) ((vec)(x))
+#define TO_INTS(x) ((ints)(x))
+#define VEC_SELECT(m, a, b) ((m) ? (a) : (b))
 #define BITS(type, x) (x)
 #endif
 
@@ -1386,6 +1393,13 @@ enum { VERSION(bits, ISA) = 11, VERSION(chunk, ISA) = 16 };
 typedef int32_t digit;
 enum { VERSION(bits, ISA) = 0, VERSION(chunk, ISA) = 16 };
 #endif
+#if LANES > 1
+typedef digit digits_vec __attribute__((vector_size(LANES * sizeof(digit))));
+#define TO_DIGITS(x) __builtin_convertvector(x, digits_vec)
+#else
+typedef digit digits_vec;
+#define TO_DIGITS(x) (x)
+#endif
 #define SHIFT VERSION(bits, ISA)
 #define CHUNK VERSION(chunk, ISA)
 #define X_BYTES (DIGITS * sizeof(digit)) /* of an activation */
@@ -1406,46 +1420,78 @@ static INLINE integers integers_at(float *p, int n, int group) {
                       .times = (int32_t *)(void *)(p + integers_size(n, group) - groups)};
 }
 
+static INLINE TARGET ints load_ints(const void *p) {
+    ints x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+static INLINE TARGET ints greater(ints a, ints b) {
+#if LANES > 1
+    const ints is = a > b;
+    return (a & is) | (b & ~is);
+#else
+    return a > b ? a : b;
+#endif
+}
+
 /* One less for integers of 16 bits, where it takes more than one at all. */
 static INLINE int digits_of(const product *m) { return DIGITS - (m->q16 && DIGITS > 1); }
 
 /* The integers of x [m->n]. */
-static TARGET void make_integers(const product *m, const float *x, float *memory) {
-    const g4_type *type = &g4_types[m->type];
-    const int group = type->group;
-    const int digits = digits_of(m);
-    const float to_integer = 12582912.0f, limit = m->q16 ? 32639 : (float)((1 << type->bits) - 1);
+static INLINE TARGET void make_integers_of(int group, int q16, const product *m, const float *x, float *memory) {
+    const int bits_of_x = g4_types[m->type].bits, digits = DIGITS - (q16 && DIGITS > 1);
+    const float to_integer = 12582912.0f, limit = q16 ? 32639 : (float)((1 << bits_of_x) - 1);
     const integers to = integers_at(memory, m->n, group);
+    const vec zero = {0}, low_limit = zero - limit, high_limit = zero + limit;
     for (int g = 0, i = 0; g < (int)groups_in(m->n, group); g++, i += group) {
-        digit *at = to.x + (size_t)(i / CHUNK * digits * CHUNK + i % CHUNK);
-        if (i >= m->n) {
-            to.s[g] = to.sum[g] = 0, to.times[g] = 0;
-            for (int k = 0; k < group; k++)
-                for (int d = 0; d < digits; d++) at[k / CHUNK * CHUNK * digits + k % CHUNK + d * CHUNK] = 0;
-            continue;
-        }
-        int32_t X[32], max = 0, sum = 0, low[32];
-        for (int k = 0; k < group; k++) {
-            int32_t bits = (int32_t)(bits_of(x[i + k]) & 0x7fffffff);
-            max = bits > max ? bits : max;
-        }
-        const int finite = max < 0x7f800000, e = MAX(max >> 23, 24) - 126;
+        ints bits = {0}, sum = {0};
+        int32_t max = 0, sum_x = 0;
+#if LANES < 16
+        int32_t each[LANES];
+#endif
+        if (i < m->n)
+            UNROLL for (int k = 0; k < group; k += LANES) bits = greater(bits, load_ints(x + i + k) & 0x7fffffff);
+#if LANES == 16
+        max = _mm512_reduce_max_epi32((__m512i)bits);
+#else
+        memcpy(each, &bits, sizeof bits);
+        for (int k = 0; k < LANES; k++) max = MAX(max, each[k]);
+#endif
+        const int finite = max < 0x7f800000, e = MAX(max >> 23, 24) - 126, whole = i < m->n && finite;
         const float largest = max > (int32_t)bits_of(0x1p-102f) ? float_of((uint32_t)max) : 0x1p-102f;
-        const float one_over_s = m->q16 ? limit / largest : float_of((uint32_t)(127 + type->bits - e) << 23);
-        const float s = !finite ? NAN : m->q16 ? largest / limit : float_of((uint32_t)(127 + e - type->bits) << 23);
-        for (int k = 0; k < group; k++) {
-            float rounded = ((finite ? x[i + k] : 0) * one_over_s + to_integer) - to_integer;
-            rounded = rounded > limit ? limit : rounded;
-            X[k] = (int32_t)(rounded < -limit ? -limit : rounded);
-            sum += X[k];
-        }
-        for (int d = digits - 1; d >= 0; d--)
-            for (int k = 0; k < group; k++) {
-                low[k] = d ? ((X[k] + (1 << SHIFT >> 1)) & ((1 << SHIFT) - 1)) - (1 << SHIFT >> 1) : X[k];
-                X[k] = (X[k] - low[k]) >> SHIFT;
-                at[k / CHUNK * CHUNK * digits + k % CHUNK + d * CHUNK] = (digit)low[k];
+        const float one_over_s = q16 ? limit / largest : float_of((uint32_t)(127 + bits_of_x - e) << 23);
+        const float s = i >= m->n ? 0 : !finite ? NAN : q16 ? largest / limit : float_of((uint32_t)(127 + e - bits_of_x) << 23);
+        UNROLL for (int k = 0; k < group; k += LANES) {
+            digit *at = to.x + ((unsigned)(i + k) / CHUNK * (unsigned)digits * CHUNK + (unsigned)(i + k) % CHUNK);
+            vec v = whole ? (load(x + i + k) * one_over_s + to_integer) - to_integer : zero;
+            v = VEC_SELECT(v > high_limit, high_limit, v);
+            ints X = TO_INTS(VEC_SELECT(v < low_limit, low_limit, v));
+            sum += X;
+            UNROLL for (int d = digits - 1; d >= 0; d--) {
+                const ints low = d ? ((X + (1 << SHIFT >> 1)) & ((1 << SHIFT) - 1)) - (1 << SHIFT >> 1) : X;
+                const digits_vec stored = TO_DIGITS(low);
+                memcpy(at + d * CHUNK, &stored, sizeof stored);
+                X = (X - low) >> SHIFT;
             }
-        to.s[g] = s, to.sum[g] = (float)sum * s, to.times[g] = sum * formats[m->type].offset;
+        }
+#if LANES == 16
+        sum_x = _mm512_reduce_add_epi32((__m512i)sum);
+#else
+        memcpy(each, &sum, sizeof sum);
+        for (int k = 0; k < LANES; k++) sum_x += each[k];
+#endif
+        to.s[g] = s, to.sum[g] = (float)sum_x * s, to.times[g] = sum_x * formats[m->type].offset;
+    }
+}
+
+static TARGET void make_integers(const product *m, const float *x, float *memory) {
+    if (formats[m->type].group == 32) {
+        if (m->q16) make_integers_of(32, 1, m, x, memory);
+        else make_integers_of(32, 0, m, x, memory);
+    } else {
+        if (m->q16) make_integers_of(16, 1, m, x, memory);
+        else make_integers_of(16, 0, m, x, memory);
     }
 }
 
@@ -1458,12 +1504,6 @@ static INLINE TARGET ints dot(ints s, ints w, ints x) {
 #else
     return s + w * x;
 #endif
-}
-
-static INLINE TARGET ints load_ints(const void *p) {
-    ints x;
-    memcpy(&x, p, sizeof x);
-    return x;
 }
 
 #if LANES == 16
@@ -2204,6 +2244,9 @@ static const kernels table = {.products = product_rows, .pack = pack_tokens, .pa
 #undef TO_WIDE
 #undef TO_HALF
 #undef TO_VEC
+#undef TO_INTS
+#undef TO_DIGITS
+#undef VEC_SELECT
 #undef BITS
 
 #endif

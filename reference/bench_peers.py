@@ -39,7 +39,7 @@ class Gemma4:
 
     def measure(self, cell):
         a = self.args
-        command = [a.gemma4, "bench", self.model, "--json", "--only", cell, "--seconds", str(a.seconds), "--threads", str(a.threads), "--backend", a.backend]
+        command = [a.gemma4, "bench", self.model, "--json", "--only", cell, "--seconds", str(a.seconds), "--threads", str(a.threads), "--backend", a.backend, "--precision", a.precision]
         report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
         self.read.append(report["read_bytes_per_second"]["best"])
         return [report["cells"][0]["tokens_per_second"]]
@@ -185,6 +185,7 @@ def main():
     parser.add_argument("model")
     parser.add_argument("--gemma4", default="./gemma4")
     parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--precision", default="f32", help="ours: f32, bf16 or q16")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every side")
     parser.add_argument("--seconds", type=float, default=1, help="for each of our cells, each round")
     parser.add_argument("--rounds", type=int, default=3)
