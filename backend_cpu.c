@@ -74,7 +74,8 @@ typedef struct product {
  * lines of the nearest cache. */
 enum { MANY = 24, PANEL = 16, BLOCK = 512, MOST = 132, WORK = PANEL * BLOCK + MOST * PANEL * 16 };
 
-/* In floats: the integers of a token, 19 numbers for 16 activations at most, rows being filled up to 512. */
+/* In floats: the integers of a token, 19 numbers for 16 activations at most, rows being filled up to 512. Quantised rows of fewer than kernels.many tokens are
+ * taken apart one by one and meet all tokens; for more tokens 16 of them are, lane by lane, for up to MOST tokens. */
 static INLINE size_t integer_tokens(int cols) { return ((size_t)cols + 511) / 512 * 608; }
 
 typedef struct kernels {
@@ -262,6 +263,8 @@ typedef struct taken {
 #define digits_vec VERSION(digits_vec, ISA)
 #define greater VERSION(greater, ISA)
 #define ints VERSION(ints, ISA)
+#define uints VERSION(uints, ISA)
+#define load_uints VERSION(load_uints, ISA)
 #define dot VERSION(dot, ISA)
 #define load_ints VERSION(load_ints, ISA)
 #define group_sums VERSION(group_sums, ISA)
@@ -704,6 +707,7 @@ typedef uint32_t half_uvec __attribute__((vector_size(4 * HALF)));
 typedef int32_t half_mask __attribute__((vector_size(4 * HALF)));
 typedef double wide __attribute__((vector_size(8 * HALF)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uints __attribute__((vector_size(4 * LANES)));
 typedef uint64_t wide_bits __attribute__((vector_size(8 * HALF)));
 typedef int64_t wide_mask __attribute__((vector_size(8 * HALF)));
 typedef uint8_t byte_vec __attribute__((vector_size(LANES == 4 ? 16 : 32)));
@@ -725,6 +729,7 @@ typedef uint32_t half_uvec;
 typedef int half_mask;
 typedef double wide;
 typedef int32_t ints;
+typedef uint32_t uints;
 typedef uint64_t wide_bits;
 typedef int wide_mask;
 #define TO_WIDE(x) ((wide)(x))
@@ -1381,7 +1386,7 @@ static TARGET void finish(float *y, const float *lanes, int N, int rows, int rou
 /* ---- Products of integers -----------------------------------------------------------------------------------------------------
  *
  * An activation's integer (gemma4.c, to_integers) is cut into signed digits, as wide as what the processor multiplies best: three bytes, two halves, or itself.
- * Sums of the highest digit, shifted left, go on with the next one. The sum of a group fits 32 bits, so what overflows on the way does no harm.
+ * Sums of the highest digit, shifted left, go on with the next one. The sum of a group fits 32 bits with its sign; on the way numbers are without one and may wrap.
  */
 #if LANES == 16
 typedef int8_t digit;
@@ -1406,11 +1411,12 @@ typedef digit digits_vec;
 
 /* Activations of T tokens, after one another. */
 typedef struct integers {
-    float *s;       /* [groups]: the power of two */
+    float *s;       /* [groups]: what the integers of a group are multiplied by */
     float *sum;     /* [groups]: s times the sum of the integers */
     int32_t *times; /* [groups]: the weights' offset times that sum */
     digit *x;       /* [steps of 16 groups][...][DIGITS][CHUNK]: of CHUNK activations the highest digits, then the next, and so on */
 } integers;
+
 /* Where those of a token lie in memory [integers_size()]. */
 static INLINE size_t groups_in(int n, int group) { return ((size_t)n / (size_t)group + 15) / 16 * 16; }
 static INLINE size_t integers_size(int n, int group) { return groups_in(n, group) * (3 + (size_t)group * X_BYTES / 4); } /* in floats */
@@ -1422,6 +1428,12 @@ static INLINE integers integers_at(float *p, int n, int group) {
 
 static INLINE TARGET ints load_ints(const void *p) {
     ints x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+static INLINE TARGET uints load_uints(const void *p) {
+    uints x;
     memcpy(&x, p, sizeof x);
     return x;
 }
@@ -1496,11 +1508,11 @@ static TARGET void make_integers(const product *m, const float *x, float *memory
 }
 
 /* s + products of NEIGHBOURS weights and activations in each lane */
-static INLINE TARGET ints dot(ints s, ints w, ints x) {
+static INLINE TARGET uints dot(uints s, uints w, uints x) {
 #if LANES == 16
-    return (ints)_mm512_dpbusd_epi32((__m512i)s, (__m512i)w, (__m512i)x); /* unsigned bytes by signed ones */
+    return (uints)_mm512_dpbusd_epi32((__m512i)s, (__m512i)w, (__m512i)x); /* unsigned bytes by signed ones */
 #elif LANES == 8
-    return s + (ints)_mm256_madd_epi16((__m256i)w, (__m256i)x);
+    return s + (uints)_mm256_madd_epi16((__m256i)w, (__m256i)x);
 #else
     return s + w * x;
 #endif
@@ -1531,9 +1543,9 @@ static INLINE TARGET void take(multiplied *m, g4_dtype type, const unsigned char
 
 static INLINE TARGET void multiply_by(int digits, multiplied *m, const digit *x, int group) {
     UNROLL for (int i = 0; i < group / 4; i++, x += digits * CHUNK) {
-        const ints q = (ints)m->q[i];
-        ints s = dot((ints){0}, q, load_ints(x));
-        UNROLL for (int d = 1; d < digits; d++) s = dot(s << SHIFT, q, load_ints(x + d * CHUNK));
+        const uints q = (uints)m->q[i];
+        uints s = dot((uints){0}, q, load_uints(x));
+        UNROLL for (int d = 1; d < digits; d++) s = dot(s << SHIFT, q, load_uints(x + d * CHUNK));
         m->product[i] = (__m512i)s;
     }
 }
@@ -1560,7 +1572,7 @@ static INLINE TARGET vec add_groups(vec lane, const multiplied *m, const integer
         sums = _mm512_add_epi32(_mm512_shuffle_i32x4(four[0], four[1], 0x88), _mm512_shuffle_i32x4(four[0], four[1], 0xdd));
         sums = _mm512_permutexvar_epi32(_mm512_set_epi32(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0), sums);
     }
-    const vec y = TO_VEC((ints)sums - load_ints(x->times + m->at)) * m->scale * load(x->s + m->at);
+    const vec y = TO_VEC((ints)((uints)sums - load_uints(x->times + m->at))) * m->scale * load(x->s + m->at);
     return lane + (mins ? y - load(x->sum + m->at) * m->min : y);
 }
 
@@ -1612,11 +1624,11 @@ static INLINE TARGET void group_sums(int digits, int32_t *to, const uint8_t *w, 
     UNROLL for (int i = 0; i < 2; i++) {
         __m256i a[8];
         UNROLL for (int g = 0; g < 8; g++) {
-            ints high = {0}, low = {0};
+            uints high = {0}, low = {0};
             UNROLL for (int k = 0; k < group; k += 16, w += 16, x += digits * CHUNK) {
-                const ints q = (ints)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(const void *)w));
-                low = dot(low, q, load_ints(x + (digits - 1) * CHUNK));
-                if (digits > 1) high = dot(high, q, load_ints(x));
+                const uints q = (uints)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(const void *)w));
+                low = dot(low, q, load_uints(x + (digits - 1) * CHUNK));
+                if (digits > 1) high = dot(high, q, load_uints(x));
             }
             a[g] = (__m256i)(digits > 1 ? (high << SHIFT) + low : low);
         }
@@ -1641,10 +1653,10 @@ static INLINE TARGET void add_groups(int digits, float *lane, const taken *w, co
     if (digits == 2) group_sums(2, sums, w->q, x->x + at * group * 2, group);
     else group_sums(1, sums, w->q, x->x + at * group, group);
     UNROLL for (int p = 0; p < PARTS; p++) {
-        ints s, times;
+        uints s, times;
         memcpy(&s, sums + p * LANES, sizeof s);
         memcpy(&times, x->times + at + p * LANES, sizeof times);
-        vec y = TO_VEC(s - times) * load(w->scale + p * LANES) * load(x->s + at + p * LANES);
+        vec y = TO_VEC((ints)(s - times)) * load(w->scale + p * LANES) * load(x->s + at + p * LANES);
         if (mins) y -= load(x->sum + at + p * LANES) * load(w->min + p * LANES);
         store(lane + p * LANES, load(lane + p * LANES) + y);
     }
@@ -1790,17 +1802,17 @@ static INLINE TARGET void integer_tile(int digits, int N, int group, int mins, f
         UNROLL for (int t = 0; t < N; t++) total[t] = (vec){0};
         for (int k = 0; k < steps; k++, wp += rows_bytes(group), xp += tokens_bytes(digits, N, group)) {
             const float *numbers = (const float *)(const void *)(xp + (size_t)(N * group * digits) * sizeof(digit));
-            ints a[ROW_TOKENS];
-            UNROLL for (int t = 0; t < N; t++) a[t] = (ints){0};
+            uints a[ROW_TOKENS];
+            UNROLL for (int t = 0; t < N; t++) a[t] = (uints){0};
             UNROLL for (int d = 0; d < digits; d++) {
                 if (d)
                     UNROLL for (int t = 0; t < N; t++) a[t] <<= SHIFT;
                 UNROLL for (int i = 0; i < group / NEIGHBOURS; i++) {
-                    const ints q = load_ints(wp + 64 * i);
+                    const uints q = load_uints(wp + 64 * i);
                     UNROLL for (int t = 0; t < N; t++) {
-                        int32_t each;
+                        uint32_t each;
                         memcpy(&each, xp + ((d * N + t) * group / NEIGHBOURS + i) * 4, sizeof each);
-                        a[t] = dot(a[t], q, (ints){0} + each);
+                        a[t] = dot(a[t], q, (uints){0} + each);
                         if (DIGITS < 3) KEEP(a[t]); /* gcc would add in another order, of which it does not have the registers */
                     }
                 }
@@ -1808,9 +1820,9 @@ static INLINE TARGET void integer_tile(int digits, int N, int group, int mins, f
             const float *own = (const float *)(const void *)(wp + rows_bytes(group) - 128);
             const vec scale = load(own), min = load(own + 16);
             UNROLL for (int t = 0; t < N; t++) {
-                int32_t times;
+                uint32_t times;
                 memcpy(&times, numbers + 2 * N + t, sizeof times);
-                vec y = TO_VEC(a[t] - times) * scale * numbers[t];
+                vec y = TO_VEC((ints)(a[t] - times)) * scale * numbers[t];
                 if (mins) y -= numbers[N + t] * min;
                 total[t] += y;
             }

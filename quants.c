@@ -1,23 +1,12 @@
-/* quants.c - how weights lie in files: the table of types, and for each the formula that turns a block of bytes into floats.
+/* quants.c - how weights lie in files: the table of types, and for each how a block of bytes comes apart into integers, scales and minimums.
  *
- * It is not arithmetic on quantised numbers: every type is widened to float32 before it meets an activation (gemma4.c, dot_row), so a product has
- * the same 16 lanes, and the same bits, whether the file was dequantised before or not. Nor does it quantise.
- *
- * The other way, activations rounded to 8 bits and products of integers as in llama.cpp, costs more than four digits of a dot product. RMS of the error
- * against float64 over RMS of the result, 512 rows by 8 vectors; weights by Student's t (6 degrees of freedom), activations as a norm (1536) or
- * gelu(a) * b gives them:
- *
- *     columns               1536                   6144                  12288
- *              float32      int8      float32      int8      float32      int8
- *     Q8_0     1.7e-7     1.1e-2       3.5e-7    8.7e-3       4.9e-7    8.8e-3
- *     Q4_0     1.8e-7     1.1e-2       3.3e-7    8.6e-3       4.5e-7    8.9e-3
- *     Q4_K     1.9e-7     2.8e-2       3.6e-7    1.5e-2       5.0e-7    1.4e-2
- *     Q6_K     1.6e-7     2.9e-2       3.5e-7    1.6e-2       4.9e-7    1.4e-2
+ * It multiplies nothing and does not quantise. Products take the integers as they are (gemma4.c, "Products with quantised weights"); g4_widen makes floats of
+ * them, by the one formula that all types share: w = scale q - min.
  *
  * Reading order: the blocks of 32, of which Q4_0 shows what they share; then those of 256, in which each 16 or 32 values have a small integer scale of
  * their own. A struct is the block as it lies in the file: it has bytes only, so it has no padding, no byte order and any address.
  *
- * Every product is exact: a half has 11 bits, scale times value at most 12, a float 24. Only the sum with a minimum rounds. So a finite weight is its
+ * Every product is exact: a half has 11 bits, scale times value at most 12, a float 24. Only the difference to a minimum rounds. So a finite weight is its
  * formula's value rounded once, whatever the order, and has the bits of `gguf.quants.dequantize`, the sign of a zero too. Where a scale is infinite or
  * NaN the result is what IEEE 754 says, NaN where gguf-py has NaN; which of the NaNs is the processor's choice.
  */

@@ -347,6 +347,11 @@ static void check_models(const char *name) {
 int main(int argc, char **argv) {
     int first = 0, exhaustive = argc > 2 && !strcmp(argv[2], "exhaustive");
     while (versions[first].k != choose_kernels()) SKIP("%s: this processor does not have it", versions[first++].name); /* it runs those after its own */
+    for (int t = 0; t < G4_N_TYPES; t++) {
+        const g4_type *type = &g4_types[t];
+        const format *f = &formats[t];
+        CHECK(!type->group || (f->block == type->block && f->bytes == type->bytes && f->group == type->group && f->mins == type->mins), "%s: other sizes than in the table of types", type->name);
+    }
     check_elementwise(first, exhaustive ? 1 : 20011);
     for (int v = first; v < N_VERSIONS; v++) {
         const char *name = versions[v].name;

@@ -1583,7 +1583,7 @@ static float load_f32(const unsigned char *p) {
 }
 
 /* The largest difference, relative to the largest expected logit, or NaN if there is one; -1: could not run. */
-static double difference(const g4_model *m, const g4_safetensors *expected) {
+static double difference(const g4_model *m, g4_precision precision, const g4_safetensors *expected) {
     const g4_st_tensor *ids = g4_safetensors_find(expected, "ids"), *logits = g4_safetensors_find(expected, "logits");
     if (!ids || !logits || strcmp(logits->dtype, "F32") || (strcmp(ids->dtype, "I32") && strcmp(ids->dtype, "I64"))) return -1;
     int T = (int)ids->shape[0], V = g4_get_config(m)->vocab_size, step = strcmp(ids->dtype, "I64") ? 4 : 8;
@@ -1591,7 +1591,7 @@ static double difference(const g4_model *m, const g4_safetensors *expected) {
     g4_row *rows = room(sizeof *rows * (size_t)T);
     float *got = room(sizeof *got * (size_t)T * (size_t)V);
     for (int t = 0; t < T; t++) rows[t] = (g4_row){.token = ids->data[step * t] | ids->data[step * t + 1] << 8 | ids->data[step * t + 2] << 16, .pos = t, .want_logits = 1};
-    g4_state *state = g4_state_open(m, &(g4_state_options){.chunk = 7, .ctx = T}, &err);
+    g4_state *state = g4_state_open(m, &(g4_state_options){.chunk = 7, .ctx = T, .precision = precision}, &err);
     double worst = 0, largest = 0;
     if (!state || g4_forward(state, rows, T, got, &err)) worst = -1;
     for (size_t i = 0; worst != -1 && i < (size_t)T * (size_t)V; i++) {
@@ -1617,8 +1617,9 @@ static void check_parity(const char *folder, const char *name, double bar) {
     g4_model *m = g4_open(path[0], NULL, &err);
     CHECK(m, "%s", err.text);
     if (m) {
-        double d = difference(m, &expected);
+        double d = difference(m, G4_F32, &expected), d_16 = difference(m, G4_Q16, &expected);
         CHECK(d >= 0 && d <= bar, "%s: logits differ by %g of the largest, at most %g allowed", path[0], d, bar);
+        CHECK(d_16 >= 0 && d_16 <= 3e-5, "%s, q16: logits differ by %g of the largest, at most 3e-5 allowed", path[0], d_16);
         g4_close(m);
     }
     g4_safetensors_close(&expected);
