@@ -28,7 +28,7 @@ FLAGS = "-std=gnu11 -O1 -ffp-contract=off -w -I.".split()
 BLIND = ["readme", "manual", "bench"]  # two look at texts, and one would notice that a line moved; the other takes its time to measure speed
 LATE = "does not end"
 # The programs that look at a file most closely, the quickest first. All others come after them, the quickest first.
-CLOSEST = {"gemma4.c": ["gemma4"], "quants.c": ["quants", "gemma4"], "checkpoint.c": ["json", "checkpoint"], "gguf.c": ["gguf"], "tokenizer.c": ["tokenizer", "gguf"], "sampler.c": ["sampler"],
+CLOSEST = {"gemma4.c": ["gemma4", "quants"], "quants.c": ["quants", "gemma4"], "checkpoint.c": ["json", "checkpoint"], "gguf.c": ["gguf"], "tokenizer.c": ["tokenizer", "gguf"], "sampler.c": ["sampler"],
            "backend_cpu.c": ["backend"], "chat.c": ["chat"], "answer.c": ["chat"], "engine.c": ["engine"], "statefile.c": ["engine"]}
 
 
@@ -164,25 +164,30 @@ def build(tree):
 
 def judge(tree, change, limits):
     """(verdict, why): "killed", "survived" or "error"."""
-    path, compiled = os.path.join(tree.path, change.file), os.path.join(tree.path, tree.object(change.file))
+    path = os.path.join(tree.path, change.file)
     with open(path, encoding="utf-8") as f:
         text = f.read()
     changed, fault = change.apply(text)
     if fault:
         return "error", fault
     close = CLOSEST.get(change.file, [])
-    shutil.copy(compiled, compiled + ".unchanged")
     others = sorted((name for name in tree.programs() if name not in close), key=limits.get)
     including = [source for source in tree.users(change.file) if source.startswith("test/")]
-    late = None
+    compiled = {source: os.path.join(tree.path, tree.object(source)) for source in [change.file] + including}
+    for o in compiled.values():
+        shutil.copy(o, o + ".unchanged")
+    changed_ones, late = set(), None
     try:
         with open(path, "w", encoding="utf-8") as f:
             f.write(changed)
-        for source in [change.file] + including:
-            fault = tree.compile(source)
-            if fault:
-                return "error", "does not compile: " + fault.strip().split("\n")[0]
         for name in close + others:
+            source = "test/test_%s.c" % name
+            source = source if source in including else change.file
+            if source not in changed_ones:
+                fault = tree.compile(source)
+                if fault:
+                    return "error", "does not compile: " + fault.strip().split("\n")[0]
+                changed_ones.add(source)
             fault = tree.link(name) or (tree.link(None) if name == "cli" else None)
             if fault:
                 return "error", "does not link: " + fault.strip().split("\n")[0]
@@ -195,9 +200,8 @@ def judge(tree, change, limits):
     finally:
         with open(path, "w", encoding="utf-8") as f:
             f.write(text)
-        shutil.copy(compiled + ".unchanged", compiled)
-        for source in including:
-            tree.compile(source)
+        for o in compiled.values():
+            shutil.copy(o + ".unchanged", o)
 
 
 def main():
