@@ -365,7 +365,7 @@ static void check_products(g4_dtype t, const g4_run *run) {
         seed = seed * 1664525u + 1013904223u;
         x[i] = i < 4 * N ? uniform : ldexpf(uniform, (int)(seed >> 24) % (i < 8 * N ? 40 : 250) - (i < 8 * N ? 20 : 140)); /* some below 2^-126 */
     }
-    for (int i = 0; i < 64; i++) x[8 * N + i] = (i % 3 - 1) * 0x1.ffffffp0f; /* which rounds up to the next power of two */
+    for (int i = 0; i < N; i++) x[8 * N + i] = i % 64 == 5 ? 0x1.fffffep0f : i % 64 == 37 ? -0x1.fffffep0f : 0; /* which round up to the next power of two */
     for (int i = 0; i < 32; i++) x[9 * N + i] = 0x1.fffffep127f;
     x[10 * N + 700] = INFINITY, x[11 * N + 1] = NAN;
     for (int i = 12 * N; i < T * N; i++) { /* groups of nothing but zeros or less than 2^-90, down to the smallest floats */
@@ -375,6 +375,7 @@ static void check_products(g4_dtype t, const g4_run *run) {
 
     weights w = make_weights(t, M, N, M, 1, 0);
     if (t == G4_TYPE_Q8_0) memset(w.bytes + 2, 0x80, 32); /* -128, which meets the largest activations */
+    for (int i = 0; t == G4_TYPE_MXFP4 && i < N / 32; i++) w.bytes[(M - 1) * g4_row_bytes(&w.blocks) + (size_t)i * 17] = (unsigned char)(i % 16); /* down to 2^-128 */
     g4_backend_scalar.matmul(run, y, &w.blocks, x, T);
     matmul_by_rule(run, z, &w.blocks, x, T);
     int off = 0, numbers = 0;
