@@ -166,10 +166,11 @@ static void check_elementwise(int first_version, uint64_t stride) {
 /* ---- operations ------------------------------------------------------------------------------------------------------------ */
 
 static void check_matmul(const char *name) {
-    static const int widths[] = {1, 2, 15, 16, 17, 31, 48, 64, 100, 511, 1024, 1025, 1536, 2051};
+    static const int widths[] = {1, 2, 15, 16, 17, 31, 48, 64, 100, 511, 1024, 1025, 1536, 2051, 4700, 9300}; /* the last two: in parts */
     for (int round = 0; round < 800; round++) {
         g4_dtype type = (g4_dtype)(round % G4_N_TYPES);
-        int cols = fit_width(widths[pick(0, 13)], type), rows = pick(1, round % 10 ? 40 : 200), T = round % 3 ? pick(1, round % 7 ? 20 : 300) : 1;
+        const int which = round % 16 == round / 16 % 16 ? pick(14, 15) : pick(0, 13), cols = fit_width(widths[which], type);
+        int rows = pick(1, round % 10 ? 40 : 200), T = round % 3 ? pick(1, round % 7 || which > 13 ? 20 : 300) : 1;
         int kind = round % 5 < 2 ? 0 : round % 5 - 1, precision = pick(0, 3) % 3, threads = pick_threads(); /* f32 more often */
         void *memory;
         g4_tensor W = weight(rows, cols, type, kind, &memory);
