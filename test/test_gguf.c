@@ -1619,7 +1619,7 @@ static void check_parity(const char *folder, const char *name, double bar) {
     if (m) {
         double d = difference(m, G4_F32, &expected), d_16 = difference(m, G4_Q16, &expected);
         CHECK(d >= 0 && d <= bar, "%s: logits differ by %g of the largest, at most %g allowed", path[0], d, bar);
-        CHECK(d_16 >= 0 && d_16 <= 3e-5, "%s, q16: logits differ by %g of the largest, at most 3e-5 allowed", path[0], d_16);
+        CHECK(d_16 >= 0 && d_16 <= 1e-3, "%s, q16: logits differ by %g of the largest, at most 1e-3 allowed", path[0], d_16); /* with 8 bits: 1e-2 to 1e-1 */
         g4_close(m);
     }
     g4_safetensors_close(&expected);
