@@ -975,8 +975,9 @@ static int time_products(const g4_backend *backend, const machine *m, const benc
     int64_t most_rows = 0;
     for (int type = 0; type < G4_N_TYPES; type++) most_rows = MAX(most_rows, (int64_t)size / (COLS / g4_types[type].block * g4_types[type].bytes));
     float *y = malloc(sizeof *y * (size_t)most_rows), *x = malloc(sizeof *x * COLS);
-    if (!data || !y || !x) {
-        free(data), free(y), free(x);
+    float *scratch = calloc((backend->scratch ? backend->scratch(1, COLS, m->threads) : 0) + 1, sizeof *scratch);
+    if (!data || !y || !x || !scratch) {
+        free(data), free(y), free(x), free(scratch);
         return g4_fail(err, "out of memory for a matrix of %zu bytes", size);
     }
     for (size_t i = 0; i < size; i++) data[i] = (unsigned char)(0x30 + (i * 2654435761u >> 28)); /* scales and floats of ordinary size: subnormals are slow */
@@ -988,7 +989,7 @@ static int time_products(const g4_backend *backend, const machine *m, const benc
             const int threads = all ? m->threads : 1;
             g4_tensor W = {.data = data, .type = (g4_dtype)type, .cols = COLS, .name = "bench"};
             W.rows = (int64_t)(size / g4_row_bytes(&W)) / 16 * 16;
-            const g4_run run = {.backend = backend, .threads = threads, .precision = o->state.precision};
+            const g4_run run = {.backend = backend, .threads = threads, .precision = o->state.precision, .scratch = scratch};
             double time[SAMPLES], bytes = (double)W.rows * (double)g4_row_bytes(&W), weights = (double)W.rows * COLS;
             for (int i = 0; i < SAMPLES; i++) time[i] = product_once(&run, y, &W, x);
             const double t = median(time, SAMPLES);
@@ -1003,7 +1004,7 @@ static int time_products(const g4_backend *backend, const machine *m, const benc
         }
     if (o->json) printf("]");
     used_float = y[0];
-    free(data), free(y), free(x);
+    free(data), free(y), free(x), free(scratch);
     return 0;
 }
 

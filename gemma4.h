@@ -701,7 +701,7 @@ typedef struct g4_run {
     const g4_backend *backend;
     int threads;
     g4_precision precision;
-    float *scratch;         /* in the backend's memory, as many floats as backend->scratch() asks for; NULL: none, then products of many rows are slower */
+    float *scratch;         /* in the backend's memory, as many floats as backend->scratch() asks for; NULL: none, then products of many rows and those of quantised weights are slow */
     double *busy;           /* [threads] seconds that each part of an operation took; NULL: nobody asks (--profile does) */
     double (*clock)(void);
 } g4_run;
