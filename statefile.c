@@ -6,7 +6,7 @@
  * All numbers are little-endian:
  *
  *     0  "gemma4sq"
- *     8  u32 version, 1
+ *     8  u32 version, 2; it is another whenever the same tokens would give other bits (1: quantised weights were multiplied as floats)
  *    12  u32 precision (g4_precision)
  *    16  u64 fingerprint of the model: config and some of each weight
  *    24  u32 tokens, T
@@ -30,7 +30,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { HEADER = 36, VERSION = 1 };
+enum { HEADER = 36, VERSION = 2 };
 static const char magic[] = "gemma4sq";
 
 /* ---- What the systems spell differently: UTF-8 paths, renaming over an existing file ------------------------------------- */

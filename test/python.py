@@ -191,11 +191,11 @@ def test_numbers(cli, scratch):
             check(f"layers.{i}.output" in theirs, f"{label}: transformers' layers.{i}.output was not compared")
 
         file = os.path.join(scratch, "t.safetensors")
-        for precision in ("f32", "bf16"):
+        for precision in ("f32", "bf16", "q16"):
             if cli("trace", path, "--ids", comma(ids), "--threads", 1, "-o", file, "--precision", precision) is None:
                 continue
             said = load_file(file)
-            mine = ours if precision == "f32" else gemma4.State(model, precision="bf16").trace(ids)
+            mine = ours if precision == "f32" else gemma4.State(model, precision=precision).trace(ids)
             check(list(mine) == stored_order(file), f"{label}: trace() has {list(mine)}, the program writes {stored_order(file)}")
             for name, x in said.items():
                 check(name in mine and same(mine[name], x), f"{label}: {precision}: {name}: other bits than `gemma4 trace`")

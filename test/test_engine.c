@@ -827,7 +827,7 @@ static void check_files(void) {
         size_t at;
         int add;
         const char *why;
-    } bytes[] = {{0, 1, "begin with"}, {8, 1, "version 2"}, {12, 1, "precision"}, {16, 1, "another model"}, {23, 128, "another model"}, {24, 1, "bytes"}, {24, -10, "holds 0 tokens"},
+    } bytes[] = {{0, 1, "begin with"}, {8, 1, "version 3"}, {12, 1, "precision"}, {16, 1, "another model"}, {23, 128, "another model"}, {24, 1, "bytes"}, {24, -10, "holds 0 tokens"},
                  {27, 128, "tokens"}, {28, 1, "damaged"}, {36, 1, "damaged"}, {76, 1, "damaged"}, {0, 0, NULL}};
     for (int i = 0; bytes[i].why; i++) {
         memcpy(changed, good, size);
