@@ -2,6 +2,7 @@
  *
  * It is not another arithmetic: every float of every operation is the one that gemma4.c computes (test/test_backend.c compares them all). The 16
  * lanes of a dot product are 16 / LANES vectors here, a product and a sum are still rounded one by one, and a thread still owns whole outputs.
+ * Sums of quantised weights are integers, which any instructions may add in any order: each version takes those that its processor is best at.
  *
  * The file includes itself once for each instruction set, so the kernels exist in several versions made from one text; which one runs is
  * asked of the processor. A compiler or a processor without vectors known to be IEEE gets the version with vectors of one float.

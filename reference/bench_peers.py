@@ -15,7 +15,7 @@ cell by cell, ROUNDS times, and each figure is the median of its rounds with the
 The programs beside llama-bench are used too: llama-batched-bench for batch8. logits128 of llama.cpp goes through the Python package llama_cpp, where there is one
 (LLAMA_CPP_LIB_PATH names the folder of libllama); decode8192 of it is measured in one go, since each start would compute the context again. transformers'
 context of 8192 is random keys and values: the time does not depend on them. The sides need not compute in the same type: ours has the weights as they are and
-computes in float32, llama.cpp rounds activations to what its kernels take, transformers converts all to --dtype.
+computes as --precision says, llama.cpp rounds activations to what its kernels take, transformers converts all to --dtype.
 """
 import argparse
 import ctypes
