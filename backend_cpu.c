@@ -1847,7 +1847,8 @@ static INLINE TARGET void packed_rows_of(int digits, int group, const product *m
                 const unsigned char *x = (const unsigned char *)(packed + (size_t)t * integer_tokens(m->n)) + (size_t)(l * steps) * tokens_bytes(digits, N, group);
                 float sums[ROW_TOKENS * 16];
                 fetch(soon + m->w_stride * (size_t)g / (size_t)groups, (int)(m->w_stride / (size_t)groups));
-                switch (N) {
+                switch (lane_order[l] * group < m->n ? N : 0) {
+                case 0: memset(sums, 0, sizeof sums); break; /* a short row has nothing in this lane */
 #if ROW_TOKENS > 4
                 case 8: integer_tile(digits, 8, group, mins, sums, w, x, steps); break;
                 case 7: integer_tile(digits, 7, group, mins, sums, w, x, steps); break;
