@@ -166,24 +166,24 @@ static void check_elementwise(int first_version, uint64_t stride) {
 /* ---- operations ------------------------------------------------------------------------------------------------------------ */
 
 static void check_matmul(const char *name) {
-    static const int widths[] = {1, 2, 15, 16, 17, 31, 48, 64, 100, 511, 1024, 1025, 1536, 2051, 4700, 9300}; /* the last two: in parts */
+    static const int widths[] = {1, 2, 15, 16, 17, 31, 48, 64, 100, 300, 511, 930, 1024, 1025, 1536, 2051, 4700, 9300}; /* the last two: in parts */
     for (int round = 0; round < 800; round++) {
         g4_dtype type = (g4_dtype)(round % G4_N_TYPES);
-        const int which = round % 16 == round / 16 % 16 ? pick(14, 15) : pick(0, 13), cols = fit_width(widths[which], type);
-        int rows = pick(1, round % 10 ? 40 : 200), T = round % 3 ? pick(1, round % 7 || which > 13 ? 20 : 300) : 1;
+        const int which = round % 17 == 0 ? pick(16, 17) : pick(0, 15), cols = fit_width(widths[which], type);
+        int rows = pick(1, round % 11 ? 40 : 200), T = round % 3 ? pick(1, round % 7 || which > 15 ? 20 : 300) : 1;
         int kind = round % 5 < 2 ? 0 : round % 5 - 1, precision = pick(0, 3) % 3, threads = pick_threads(); /* f32 more often */
         void *memory;
         g4_tensor W = weight(rows, cols, type, kind, &memory);
         float *x = values((size_t)T * cols, kind), *y = values((size_t)T * rows + 8, 0), *expected = values((size_t)T * rows + 8, 0);
-        if (type > G4_TYPE_BF16 && round % 4 == 0) { /* the largest sums of integers: all weights the same, all activations as far from 0 */
+        if (type > G4_TYPE_BF16 && round / G4_N_TYPES % 4 == 0) { /* the largest sums of integers: all weights the same, all activations as far from 0 */
             const float far = pick(0, 1) ? 0x1.fffffep0f : -0x1.fffffep-100f;
             memset((unsigned char *)memory + 1, pick(0, 1) ? 0x80 : 0x77, (size_t)rows * g4_row_bytes(&W));
-            for (int i = 0; i < T * cols; i++) x[i] = round % 8 || i % 2 ? far : -far;
+            for (int i = 0; i < T * cols; i++) x[i] = round / G4_N_TYPES % 8 || i % 2 ? far : -far;
         }
         for (int i = 0; type > G4_TYPE_BF16 && kind == 1 && i < T * cols; i++) x[i] = i / 32 % 5 ? ldexpf(x[i], -15 * (i / 32 % 5)) : 0; /* whole groups of tiny ones, and of zeros */
         memcpy(expected, y, sizeof *y * ((size_t)T * rows + 8)); /* what lies behind y must stay */
         g4_run a = run_of(fast, threads, precision), b = run_of(scalar, 1, precision);
-        size_t scratch = round % 14 ? fast->scratch(T, cols, threads) : 0; /* or there is none */
+        size_t scratch = round % 13 ? fast->scratch(T, cols, threads) : 0; /* or there is none */
         float behind[8], *work = values(scratch + 8, 0);
         memcpy(behind, work + scratch, sizeof behind);
         if (scratch) a.scratch = work;
