@@ -63,6 +63,7 @@ static g4_tensor weight(int64_t rows, int64_t cols, g4_dtype type, int kind, voi
     *memory = p++;
     for (size_t i = 0; type > G4_TYPE_BF16 && i < n / block; i++, p += size) {
         for (size_t b = 0; b < size; b++) p[b] = (unsigned char)rng();
+        if (type == G4_TYPE_MXFP4 && kind == 2) p[0] &= 3; /* scales of 2^-128 to 2^-125, beside large activations */
         const size_t at[] = {1, 3, size - 1, size - 3}; /* the upper bytes of what may be halves */
         for (int k = 0; k < 4; k++) p[at[k]] &= kind == 3 ? 0xff : kind == 1 ? 0x83 : kind == 2 ? 0xfb : 0xa3; /* any; subnormal; large; less than 1 */
     }
