@@ -1601,7 +1601,10 @@ static INLINE TARGET void one_token(g4_dtype type, const product *m, float *memo
                                                                                                             : row + AHEAD * m->w_stride - from * bytes;
                 for (int step = from + 1; step <= to; step++) {
                     const int first = step == to; /* of the next row; after the last one the same once more, for nothing */
-                    UNROLL for (int i = 0; i < bytes; i += 64) PREFETCH_2(soon + (step - 1) * bytes + i);
+                    for (int i = 0; i < bytes; i += 64) {
+                        if (bytes <= 10 * group) PREFETCH(soon + (step - 1) * bytes + i); /* 5 bits and less: the nearest cache has room for them too */
+                        else PREFETCH_2(soon + (step - 1) * bytes + i);
+                    }
                     if (first && r + 1 < rows) row += m->w_stride;
                     take(&next, type, row, first ? from : step, m->n);
                     multiply(digits, &next, x.x, group);
