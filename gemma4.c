@@ -271,28 +271,30 @@ static float to_integers(const g4_run *run, int32_t *X, const float *x, int n, i
 static void matmul_quantised(const g4_run *run, float *y, const g4_tensor *W, const float *x, int T) {
     enum { SOME = 32 };
     const g4_type *type = &g4_types[W->type];
-    const int rows = (int)W->rows, cols = (int)W->cols, group = type->group;
+    const int rows = (int)W->rows, cols = (int)W->cols, group = type->group, groups = type->block / group;
+    const size_t row_bytes = g4_row_bytes(W);
 #pragma omp parallel for schedule(static) num_threads(run->threads)
     for (int first = 0; first < rows; first += SOME)
         for (int t = 0; t < T; t++) {
             float lane[SOME][16] = {{0}};
             const int some = MIN(SOME, rows - first);
-            for (int i = 0; i < cols; i += type->block) {
+            const unsigned char *block = (const unsigned char *)W->data + (size_t)first * row_bytes;
+            for (int i = 0, number = 0; i < cols; i += type->block, number += groups, block += type->bytes) {
                 int32_t X[256], sum_X[16] = {0};
                 float s[16];
-                for (int g = 0; g < type->block / group; g++) {
+                for (int g = 0; g < groups; g++) {
                     s[g] = to_integers(run, X + g * group, x + (size_t)t * cols + i + g * group, group, type->bits);
                     for (int k = 0; k < group; k++) sum_X[g] += X[g * group + k];
                 }
                 for (int r = 0; r < some; r++) {
                     g4_block b;
-                    type->unpack(&b, (const unsigned char *)W->data + (size_t)(first + r) * g4_row_bytes(W) + (size_t)(i / type->block) * (size_t)type->bytes);
-                    for (int g = 0; g < type->block / group; g++) {
+                    type->unpack(&b, block + (size_t)r * row_bytes);
+                    for (int g = 0; g < groups; g++) {
                         int32_t sum = 0;
                         for (int k = 0; k < group; k++) sum += b.q[g * group + k] * X[g * group + k];
                         float product = (float)sum * b.scale[g] * s[g];
                         if (type->mins) product -= (float)sum_X[g] * s[g] * b.min[g];
-                        lane[r][(i / group + g) % 16] += product;
+                        lane[r][(number + g) % 16] += product;
                     }
                 }
             }

@@ -65,7 +65,7 @@ struct q4_0 {
     unsigned char qs[16];
 };
 
-static void unpack_q4_0(g4_block *to, const unsigned char *p) {
+static void unpack_q4_0(g4_block *restrict to, const unsigned char *restrict p) {
     const struct q4_0 *b = (const void *)p;
     to->scale[0] = half(b->d);
     for (int j = 0; j < 16; j++) to->q[j] = (int8_t)((b->qs[j] & 15) - 8);
@@ -78,7 +78,7 @@ struct q4_1 {
     unsigned char qs[16];
 };
 
-static void unpack_q4_1(g4_block *to, const unsigned char *p) {
+static void unpack_q4_1(g4_block *restrict to, const unsigned char *restrict p) {
     const struct q4_1 *b = (const void *)p;
     to->scale[0] = half(b->d), to->min[0] = -half(b->m);
     for (int j = 0; j < 16; j++) to->q[j] = (int8_t)(b->qs[j] & 15);
@@ -92,7 +92,7 @@ struct q5_0 {
     unsigned char qs[16];
 };
 
-static void unpack_q5_0(g4_block *to, const unsigned char *p) {
+static void unpack_q5_0(g4_block *restrict to, const unsigned char *restrict p) {
     const struct q5_0 *b = (const void *)p;
     uint32_t qh = load32(b->qh);
     to->scale[0] = half(b->d);
@@ -110,7 +110,7 @@ struct q5_1 {
     unsigned char qs[16];
 };
 
-static void unpack_q5_1(g4_block *to, const unsigned char *p) {
+static void unpack_q5_1(g4_block *restrict to, const unsigned char *restrict p) {
     const struct q5_1 *b = (const void *)p;
     uint32_t qh = load32(b->qh);
     to->scale[0] = half(b->d), to->min[0] = -half(b->m);
@@ -127,7 +127,7 @@ struct q8_0 {
     signed char qs[32];
 };
 
-static void unpack_q8_0(g4_block *to, const unsigned char *p) {
+static void unpack_q8_0(g4_block *restrict to, const unsigned char *restrict p) {
     const struct q8_0 *b = (const void *)p;
     to->scale[0] = half(b->d);
     for (int i = 0; i < 32; i++) to->q[i] = b->qs[i];
@@ -141,7 +141,7 @@ struct iq4_nl {
 
 static const int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-static void unpack_iq4_nl(g4_block *to, const unsigned char *p) {
+static void unpack_iq4_nl(g4_block *restrict to, const unsigned char *restrict p) {
     const struct iq4_nl *b = (const void *)p;
     to->scale[0] = half(b->d);
     for (int j = 0; j < 16; j++) to->q[j] = iq4_values[b->qs[j] & 15];
@@ -156,7 +156,7 @@ struct mxfp4 {
 
 static const int8_t mxfp4_values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* nibble 8 is +0 too */
 
-static void unpack_mxfp4(g4_block *to, const unsigned char *p) {
+static void unpack_mxfp4(g4_block *restrict to, const unsigned char *restrict p) {
     const struct mxfp4 *b = (const void *)p;
     uint32_t e = b->e[0];
     /* 2^(e - 128), which is subnormal for e = 0 and 1. 255 is no NaN here, other than in the OCP format. */
@@ -183,7 +183,7 @@ struct q2_k {
     unsigned char d[2], dmin[2]; /* halves */
 };
 
-static void unpack_q2_k(g4_block *to, const unsigned char *p) {
+static void unpack_q2_k(g4_block *restrict to, const unsigned char *restrict p) {
     const struct q2_k *b = (const void *)p;
     float d = half(b->d), dmin = half(b->dmin);
     for (int j = 0; j < 16; j++) {
@@ -209,7 +209,7 @@ struct q3_k {
     unsigned char d[2]; /* half */
 };
 
-static void unpack_q3_k(g4_block *to, const unsigned char *p) {
+static void unpack_q3_k(g4_block *restrict to, const unsigned char *restrict p) {
     const struct q3_k *b = (const void *)p;
     float d = half(b->d);
     for (int j = 0; j < 16; j++) {
@@ -239,7 +239,7 @@ struct q4_k {
 static int scale_6(const unsigned char *s, int j) { return j < 4 ? s[j] & 63 : (s[j + 4] & 15) | s[j - 4] >> 6 << 4; }
 static int min_6(const unsigned char *s, int j) { return j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | s[j] >> 6 << 4; }
 
-static void unpack_q4_k(g4_block *to, const unsigned char *p) {
+static void unpack_q4_k(g4_block *restrict to, const unsigned char *restrict p) {
     const struct q4_k *b = (const void *)p;
     float d = half(b->d), dmin = half(b->dmin);
     for (int j = 0; j < 8; j++) {
@@ -258,7 +258,7 @@ struct q5_k {
     unsigned char qs[128];
 };
 
-static void unpack_q5_k(g4_block *to, const unsigned char *p) {
+static void unpack_q5_k(g4_block *restrict to, const unsigned char *restrict p) {
     const struct q5_k *b = (const void *)p;
     float d = half(b->d), dmin = half(b->dmin);
     for (int j = 0; j < 8; j++) {
@@ -282,7 +282,7 @@ struct q6_k {
     unsigned char d[2]; /* half */
 };
 
-static void unpack_q6_k(g4_block *to, const unsigned char *p) {
+static void unpack_q6_k(g4_block *restrict to, const unsigned char *restrict p) {
     const struct q6_k *b = (const void *)p;
     float d = half(b->d);
     for (int j = 0; j < 16; j++) {
@@ -305,7 +305,7 @@ struct iq4_xs {
     unsigned char qs[128];
 };
 
-static void unpack_iq4_xs(g4_block *to, const unsigned char *p) {
+static void unpack_iq4_xs(g4_block *restrict to, const unsigned char *restrict p) {
     const struct iq4_xs *b = (const void *)p;
     float d = half(b->d);
     for (int j = 0; j < 8; j++) {
