@@ -226,8 +226,8 @@ static float by_rule(const g4_tensor *W, int64_t row, const float *x, int q16) {
         g4_block b = {.min = {0}};
         type->unpack(&b, (const unsigned char *)W->data + (size_t)row * g4_row_bytes(W) + (size_t)(i / type->block) * (size_t)type->bytes);
         for (int k = 0; k < group; k++) {
-            finite &= isfinite(x[i + k]) != 0;
-            max = fmax(max, fabs((double)x[i + k]));
+            if (!isfinite(x[i + k])) finite = 0;
+            else if (fabs((double)x[i + k]) > max) max = fabs((double)x[i + k]);
         }
         frexp(max, &e); /* max < 2^e */
         if (e < -102 || max == 0) e = -102;
