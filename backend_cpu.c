@@ -144,8 +144,6 @@ static INLINE float float_of_half(uint32_t h) {
 /* Compilers and processors whose vectors are known to be IEEE. */
 #if defined(__GNUC__) && (defined(__SSE2__) || defined(__aarch64__) || defined(__wasm_simd128__) || defined(__riscv_vector)) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
 #define HAVE_VECTORS
-
-typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #endif
 
 /* What the kernels know of a quantised type; the first four are g4_types' too, but here the compiler sees them. */
@@ -201,8 +199,6 @@ typedef struct taken {
 #define half_round VERSION(half_round, ISA)
 #define wide_select VERSION(wide_select, ISA)
 #define wide_abs VERSION(wide_abs, ISA)
-#define to_wide VERSION(to_wide, ISA)
-#define to_half VERSION(to_half, ISA)
 #define exp_wide VERSION(exp_wide, ISA)
 #define exp_half VERSION(exp_half, ISA)
 #define tanh_half VERSION(tanh_half, ISA)
@@ -281,7 +277,6 @@ typedef struct taken {
 #define integer_tile VERSION(integer_tile, ISA)
 #define packed_rows_of VERSION(packed_rows_of, ISA)
 #define packed_integer_rows VERSION(packed_integer_rows, ISA)
-#define work_size VERSION(work_size, ISA)
 #define product_widened VERSION(product_widened, ISA)
 #define product_rows VERSION(product_rows, ISA)
 #define pack_tokens VERSION(pack_tokens, ISA)

@@ -1605,7 +1605,7 @@ static double difference(const g4_model *m, g4_precision precision, const g4_saf
     return worst == -1 ? -1 : worst / largest;
 }
 
-static void check_parity(const char *folder, const char *name, double bar) {
+static void check_parity(const char *folder, const char *name, double bar, double bar_16) {
     char path[2][1000];
     g4_safetensors expected;
     snprintf(path[0], sizeof path[0], "%s/%s.gguf", folder, name);
@@ -1619,7 +1619,7 @@ static void check_parity(const char *folder, const char *name, double bar) {
     if (m) {
         double d = difference(m, G4_F32, &expected), d_16 = difference(m, G4_Q16, &expected);
         CHECK(d >= 0 && d <= bar, "%s: logits differ by %g of the largest, at most %g allowed", path[0], d, bar);
-        CHECK(d_16 >= 0 && d_16 <= 1e-3, "%s, q16: logits differ by %g of the largest, at most 1e-3 allowed", path[0], d_16); /* with 8 bits: 1e-2 to 1e-1 */
+        CHECK(d_16 >= 0 && d_16 <= bar_16, "%s, q16: logits differ by %g of the largest, at most %g allowed", path[0], d_16, bar_16);
         g4_close(m);
     }
     g4_safetensors_close(&expected);
@@ -1634,7 +1634,7 @@ static void test_shared_fixtures(void) {
         return;
     }
     snprintf(folder, sizeof folder, "%s/fixtures/gguf", shared);
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) check_parity(folder, names[i], 3e-5);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) check_parity(folder, names[i], 3e-5, 3e-5);
 }
 
 int main(int argc, char **argv) {
@@ -1666,8 +1666,9 @@ int main(int argc, char **argv) {
     test_tokenizer();
     test_texts();
     test_flipped_bits();
-    check_parity("test/gguf", "ple", 1e-5);
-    check_parity("test/gguf", "moe", 1e-5);
+    /* large weights: 16 bits give 2.9e-4 and 8.9e-5 here */
+    check_parity("test/gguf", "ple", 1e-5, 5e-4);
+    check_parity("test/gguf", "moe", 1e-5, 2e-4);
     test_shared_fixtures();
     clear(&s);
     remove(in_dir("model.gguf"));

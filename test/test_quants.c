@@ -211,7 +211,7 @@ static void check_file(const char *path, int whole) {
 
 /* ---- The oracle's operations ------------------------------------------------------------------------------------------------ */
 
-/* The rule for products with quantised weights (README, "One set of bits"), written once more: with the C library, 64 bits, one result at a time. */
+/* The rule for products with quantised weights (README, "Quantised weights"), written once more: with the C library, 64 bits, one result at a time. */
 static int sums_too_large;
 
 static float by_rule(const g4_tensor *W, int64_t row, const float *x, int q16) {
